@@ -13,9 +13,11 @@ from planc.elaborate.rule_conflicts import nothing_to_override
 from planc.elaborate.scope import Definition, Failed, Scope
 from planc.elaborate.sections.tensor_styles import STYLES
 from planc.elaborate.settings import SETTINGS
+from planc.ir.mesh_axes import ENGINE_SIZES
 from planc.ir.nodes import Mesh
 from planc.model.facts import Facts
 from planc.model.roles import LACKS
+from planc.sections import SECTIONS
 from planc.syntax import ast
 
 T = TypeVar("T")
@@ -29,6 +31,7 @@ class Program:
         header: of the file that extends the others.
         sections: in order, without overridden ones and branches that are not taken.
         settings, styles: axes given by `--set`, and the plan's own styles, by name.
+        sizes: those in the heads of sections that `--set` gives, by name.
         mesh: sized the first time an axis is looked up.
         roles_used: where an extended plan first uses a role that no let defines, by its name.
         timetables: the texts of timetables, by the place of the call that names each.
@@ -43,6 +46,7 @@ class Program:
     sections: list[ast.Section] = field(default_factory=list)
     requires: list[ast.Require] = field(default_factory=list)
     settings: dict[str, ast.Literal] = field(default_factory=dict)
+    sizes: dict[str, ast.Literal] = field(default_factory=dict)
     styles: dict[str, ast.Style] = field(default_factory=dict)
     mesh: Mesh | None = None
     sized: bool = False
@@ -80,6 +84,9 @@ def gather(
     for statement in statements:
         if _is_ordered(statement):
             _add(statement, program, given)
+    if any(s.name in SECTIONS and SECTIONS[s.name].sized for s in program.sections):
+        sizes = {*ENGINE_SIZES} - {*program.scope.axis_names, *program.scope.definitions}
+        program.sizes = {n: v for n, v in given.items() if n in sizes}
     _unknown_settings(given, program)
     _report_unused(files, program)
     _unknown_sections(program, tuple(known))
@@ -346,7 +353,7 @@ def axis_names(program: Program, *, optional: bool = False) -> tuple[str, ...]:
 
 def _unknown_settings(given: dict[str, ast.Literal], program: Program) -> None:
     options = [n for n, d in program.scope.definitions.items() if d.kind == "option"]
-    known = [*options, *program.scope.axis_names]
+    known = [*options, *program.scope.axis_names, *program.sizes]
     for name, literal in given.items():
         if name in known:
             continue
@@ -374,6 +381,11 @@ _ITEMS = {
 def _unknown_sections(program: Program, known: tuple[str, ...]) -> None:
     for section in program.sections:
         if section.name in known:
+            declared = SECTIONS.get(section.name)
+            stated = [n.origin for n in (section.engine, *section.sizes) if n is not None]
+            if stated and not (declared and declared.sized):
+                message = f"`{section.name}` is followed by `on` and axes, or by its lines"
+                program.sink.error("PL011", message, stated[0])
             continue
         hint = did_you_mean(section.name, known, f"known are {one_of(known, last='and')}")
         hint = _ITEMS.get(section.name, hint)

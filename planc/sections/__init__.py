@@ -72,17 +72,21 @@ class SectionDeclaration:
         example: a rule of the section, for messages.
         codes: its diagnostics, as rows of `planc.diagnostics.codes`.
         real_sizes: the codes that belong to `planc.diagnostics.codes.REAL_SIZES`.
+        sized: whether its head names an engine and its sizes (`ENGINE_SIZES`). A plan of such
+            sections alone needs no mesh: its ranks are those of the engine.
     """
 
     example: str
     codes: tuple[tuple[str, str, Any, str], ...] = ()
     real_sizes: tuple[str, ...] = ()
+    sized: bool = False
 
 
 FOLDER = Path(__file__).parent
 NAMES = (
     "matmul",
     "checkpoint",
+    "serve",
 )  # fmt: skip
 BACKENDS = {"megatron": "megatron_fsdp"}
 """By the word of `backend = WORD` in an fsdp section, the folder of a backend."""

@@ -217,7 +217,11 @@ class Style(Node):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section(Node):
-    """`NAME on AXES, replicate on AXES { ... }`; axes are outermost first, `a * b` names two."""
+    """`NAME on AXES, replicate on AXES { ... }`; axes are outermost first, `a * b` names two.
+
+    Args:
+        engine, sizes: of `NAME ENGINE(...) on a = 4, b WORD { ... }`.
+    """
 
     name: str
     name_origin: Span = field(compare=False, repr=False)
@@ -225,6 +229,8 @@ class Section(Node):
     replicate: tuple[Name, ...]
     items: tuple[Item, ...]
     override: bool = False
+    engine: Call | None = None
+    sizes: tuple[Setting, ...] = ()
 
 
 Statement = Header | Extend | Option | Let | Require | Style | Section | When

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from lark import Token, Transformer, v_args
@@ -86,7 +87,25 @@ class Builder(Transformer[Token, ast.File]):
     let = _node(ast.Let, "override", "name", "value")
     require = _node(ast.Require, "condition", "message")
     style = _node(ast.Style, "name", "path")
-    section = _node(ast.Section, "override", "name", "axes", "replicate", "items")
+    _section = _node(ast.Section, "override", "name", "engine", "axes", "replicate", "items")
+
+    def section(self, meta: Meta, children: list[Any]) -> Any:
+        override, name, engine, on, *rest = children
+        sized = bool(on) and isinstance(on[0], ast.Setting)
+        node: Any = self._section(meta, [override, name, engine, () if sized else on, *rest])
+        return replace(node, sizes=on) if sized else node
+
+    def sizes(self, meta: Meta, children: list[Any]) -> tuple[ast.Setting, ...]:
+        return tuple(children)
+
+    def size(self, meta: Meta, children: list[Any]) -> ast.Setting:
+        name, value = children
+        return ast.Setting(
+            origin=self.span(meta),
+            name=str(name),
+            name_origin=self.at(name),
+            value=self.word(value) if isinstance(value, Token) else value,
+        )
 
     def on(self, meta: Meta, children: list[Any]) -> tuple[ast.Name, ...]:
         axes: tuple[ast.Name, ...] = children[0]

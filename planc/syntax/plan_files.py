@@ -263,7 +263,15 @@ def plan_of_family(*names: str, own: bool = True) -> PlanFile | None:
 
 def shown(path: Path) -> str:
     """The name of a plan in messages."""
-    return f"plans/{path.name}" if path.parent == PLANS else os.path.relpath(path)
+    ships = path.is_relative_to(PLANS)
+    return f"plans/{path.relative_to(PLANS)}" if ships else os.path.relpath(path)
+
+
+def shipped_file(name: str) -> Path:
+    """The place of a shipped plan: `llama`, or `serve/vllm.plan` for a plan of an engine."""
+    inside = Path(name if name.endswith(".plan") else f"{name}.plan")
+    above = inside.is_absolute() or ".." in inside.parts
+    return PLANS / (inside.name if above else inside)
 
 
 def locate(plan: str) -> PlanFile | None:
@@ -285,6 +293,8 @@ def locate(plan: str) -> PlanFile | None:
             return PlanFile(name=shown(known), path=known)
         if bare and (base := plan_of_family(plan)):
             return base
+        if not bare and shipped_file(plan).is_file():
+            return PlanFile(name=shown(shipped_file(plan)), path=shipped_file(plan))
     except ProjectError:
         raise
     except (OSError, ValueError):  # a name too long, or with a NUL in it
@@ -299,15 +309,15 @@ def base_of(place: PlanFile, name: str) -> PlanFile:
     """The file that `extend "name"` in a plan names."""
     folder = place.path.parent if place.path else Path()
     path = folder / name
-    known = PLANS / (name if name.endswith(".plan") else f"{name}.plan")
-    ships = "/" not in name and _is_file(known)
+    known = shipped_file(name)
+    ships = _is_file(known)
     if place.revision is not None:
         if not ships or _is_at_revision(place.revision, path):
             return PlanFile(name=f"{place.revision}:{path}", path=path, revision=place.revision)
-        return PlanFile(name=f"plans/{known.name}", path=known)
+        return PlanFile(name=shown(known), path=known)
     # a folder of weights may have the name as well, and a plan does not mean itself
     if ships and (not _is_file(path) or path == place.path):
-        return PlanFile(name=f"plans/{known.name}", path=known)
+        return PlanFile(name=shown(known), path=known)
     prefix = place.name.removesuffix(place.path.name) if place.path else ""
     return PlanFile(name=name if Path(name).is_absolute() else f"{prefix}{name}", path=path)
 

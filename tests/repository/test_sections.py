@@ -29,6 +29,7 @@ KNOWN = {
         r"|products in 8 bits|8-bit products",
         7,
     ),
+    "serve": (r"Serving|serving_of|engine_side|[`\"]serve[`\"] section", 2),
 }
 """By section: its names and words, and the number of files outside of its folder that have one.
 The number only falls, and is at most 8. `checkpoint` is not in the table: estimates, sends and

@@ -1,0 +1,138 @@
+"""The serve section -> the ranks and the layers of an engine."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from planc.diagnostics.diagnostic import one_of
+from planc.elaborate.call_arguments import Arguments, unknown, word
+from planc.elaborate.evaluate import is_integer
+from planc.elaborate.program import Program
+from planc.elaborate.rule_conflicts import expand_conditions
+from planc.ir.mesh_axes import ENGINE_SIZES
+from planc.ir.serving import FUSED, LAYERS, ServeRule, Serving
+from planc.syntax import ast
+
+_ENGINES = {"vllm": False, "sglang": True, "transformers": False}
+"""The engines, and whether a padded vocabulary grows until the ranks divide it."""
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_PATH = re.compile(r"[\w.]*(\{[\w.,]*\}[\w.]*)*")
+
+
+def read(program: Program) -> tuple[Serving, ...]:
+    """The engine that all serve sections together describe; later sizes replace earlier ones."""
+    serving: Serving | None = None
+    for section in program.named("serve"):
+        engine = section.engine
+        if engine is None:
+            help = "write `serve vllm on tp = 4 {`"
+            program.sink.error(
+                "PL011", "a serve section names its engine", section.name_origin, help=help
+            )
+            return ()
+        if engine.name not in _ENGINES:
+            unknown(engine, tuple(_ENGINES), "serving engine", program.scope)
+            return ()
+        if serving is None:
+            serving = Serving(
+                modules=program.facts.model,
+                engine=engine.name,
+                version="",
+                rows_by_ranks=_ENGINES[engine.name],
+                origin=section.name_origin,
+            )
+        elif serving.engine != engine.name:
+            message = f"a plan serves with one engine, not with {serving.engine} and {engine.name}"
+            program.sink.error("PL011", message, engine.origin, serving.origin)
+            return ()
+        serving = _with_sizes(serving, section, program)
+        serving = replace(serving, rules=(*serving.rules, *_rules(section, program)))
+    return (_with_settings(serving, program),) if serving else ()
+
+
+def _with_sizes(serving: Serving, section: ast.Section, program: Program) -> Serving:
+    assert section.engine is not None
+    arguments = Arguments(section.engine, program.scope, ("version",))
+    version = arguments.read("version", serving.version, "a text", lambda v: isinstance(v, str))
+    arguments.done()
+    serving = replace(serving, version=version)
+    for size in section.sizes:
+        serving = _set_size(serving, size, program)
+    return serving
+
+
+def _with_settings(serving: Serving, program: Program) -> Serving:
+    """The sizes that `--set` gives."""
+    for name, literal in program.sizes.items():
+        value: ast.Expr = literal
+        if isinstance(literal.value, str):
+            value = ast.Name(origin=literal.origin, path=literal.value)
+        setting = ast.Setting(
+            origin=literal.origin, name=name, name_origin=literal.origin, value=value
+        )
+        serving = _set_size(serving, setting, program)
+    return serving
+
+
+def _set_size(serving: Serving, size: ast.Setting, program: Program) -> Serving:
+    sizes = {**serving.sizes, size.name: size.origin}
+    value = word(size.value, program.scope)
+    *counts, kind = ENGINE_SIZES
+    if size.name == kind and isinstance(value, str) and value in _DTYPES:
+        return replace(serving, dtype=_DTYPES[value], sizes=sizes)
+    if size.name in counts and is_integer(value) and value > 0:
+        numbers: dict[str, Any] = {size.name: value}
+        return replace(serving, **numbers, sizes=sizes)
+    wanted = "bf16, fp16 or fp32" if size.name == kind else "a positive integer"
+    if size.name not in ENGINE_SIZES:
+        known = one_of(ENGINE_SIZES, last="and")
+        message = f"an engine has no size `{size.name}`; it has {known}"
+        program.sink.error("PL011", message, size.name_origin)
+    else:
+        message = f"`{size.name}` is {wanted}, not {size.value.origin.text}"
+        program.sink.error("PL012", message, size.value.origin)
+    return serving
+
+
+def _rules(section: ast.Section, program: Program) -> Iterator[ServeRule]:
+    for item in expand_conditions(section.items, program.scope):
+        if not isinstance(item, ast.Rule) or not isinstance(item.target, ast.Selector):
+            message = "a serve section contains layers: `self_attn.o_proj : row`, one a line"
+            program.sink.error("PL011", message, item.origin)
+            continue
+        call = item.action
+        if call.name not in LAYERS:
+            unknown(call, LAYERS, "layer of an engine", program.scope)
+            continue
+        ends = [end for one in item.target.parts or (item.target,) for end in _ends(one, program)]
+        parts = [a.value.path for a in call.arguments if isinstance(a.value, ast.Name)]
+        if len(parts) < len(call.arguments) or bool(parts) is not (call.name in FUSED):
+            fused = call.name in FUSED
+            takes = "names the layers of the files that it fuses" if fused else "takes no argument"
+            program.sink.error("PL012", f"`{call.name}` {takes}", call.origin)
+            continue
+        if call.name == "qkv" and len(parts) != 3:
+            message = "`qkv` names the layers of queries, keys and values, in this order"
+            program.sink.error("PL012", message, call.origin)
+            continue
+        yield ServeRule(
+            ends=tuple(ends),
+            kind=call.name,
+            parts=tuple(parts),
+            optional=item.optional,
+            override=item.override,
+            origin=item.origin,
+        )
+
+
+def _ends(selector: ast.Selector, program: Program) -> list[str]:
+    """The ends of names that a selector has, with braces expanded."""
+    if not _PATH.fullmatch(selector.path) or selector.cls or selector.has:
+        message = "a layer of an engine is named by the end of its name, with braces at most"
+        program.sink.error("PL012", message, selector.origin)
+        return []
+    pieces = re.split(r"\{([\w.,]*)\}", selector.path)
+    options = [piece.split(",") if at % 2 else [piece] for at, piece in enumerate(pieces)]
+    return ["".join(chosen) for chosen in product(*options)]

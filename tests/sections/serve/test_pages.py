@@ -1,0 +1,77 @@
+"""The shipped pages of engines agree with the engines' own model files."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from planc.compiler import compile_plan
+from planc.diagnostics.diagnostic import Sink
+from planc.files.resources import PLANS
+from planc.ir.serving import _EngineLayout, serving_of
+from planc.model.config import shipped_models
+from planc.model.load import load
+
+READ = json.loads((Path(__file__).parent / "engine_classes.json").read_text())
+WHOLE = re.compile(r"\.(gate|router|shared_expert_gate|q_a_proj|kv_a_proj_with_mqa)\.weight$|norm")
+"""Tensors of two dims or more that engines hold complete, and norms."""
+
+
+def families(engine):
+    """The families that a page names."""
+    text = (PLANS / "serve" / f"{engine}.plan").read_text()
+    return re.findall(r'"(\w+)"', text.partition("require")[2].partition("]")[0])
+
+
+def models_of(engine):
+    facts = {model: load(model, Sink()) for model in shipped_models()}
+    known = families(engine)
+    causal = {m: f for m, f in facts.items() if f and f.name.endswith("ForCausalLM")}
+    return [model for model, one in causal.items() if one.family in known]
+
+
+@pytest.mark.parametrize("engine", READ)
+def test_rules_are_those_of_the_engine(engine):
+    """Each rule has the class of the engine's attribute and its parts; what no rule names is
+    replicated there, and no large weight is forgotten.
+    """
+    seen = set()
+    for model in models_of(engine):
+        sink = Sink()
+        sets = ["tp=2", "dtype=bf16"]
+        done = compile_plan(model, f"serve/{engine}.plan", sink, settings=sets)
+        assert not sink.failed, (model, [*sink])
+        seen.add(done.facts.family)
+        layout = _EngineLayout(serving_of(done.plan), done.facts, sink)
+        read = READ[engine][done.facts.family]
+        for tensor in layout.hub.values():
+            found = [
+                m for n, r in enumerate(layout.serving.rules) if (m := layout._match(n, r, tensor))
+            ]
+            if not found:
+                last = tensor.module.rpartition(".")[2]
+                assert read["layers"].get(last, "") == "", (model, tensor.name)
+                assert len(tensor.shape) < 2 or WHOLE.search(tensor.name), (model, tensor.name)
+                continue
+            [(number, end, _, expert)] = found
+            rule, attribute = layout.serving.rules[number], end.rpartition(".")[2]
+            if expert is None and rule.kind != "whole":
+                assert read["layers"][attribute] == rule.kind, (model, tensor.name)
+            if rule.kind in ("qkv", "merged"):
+                assert read["fused"][attribute] == [*rule.parts], (model, attribute)
+    assert seen == {*families(engine)}
+
+
+def test_another_family_is_refused():
+    sink = Sink()
+    compile_plan("gpt2", "serve/vllm.plan", sink)
+    assert any(d.code == "PL110" and "were not read" in d.message for d in sink)
+
+
+def test_a_plan_that_extends_a_page_states_sizes(tmp_path):
+    plan = tmp_path / "mine.plan"
+    text = 'plan mine for llama\n\nextend "serve/vllm.plan"\n\nserve vllm on tp = 8 {\n}\n'
+    plan.write_text(text)
+    done = compile_plan("llama-3.1-8b", str(plan), sink := Sink())
+    assert not sink.failed and serving_of(done.plan).tp == 8

@@ -1,0 +1,179 @@
+"""The serve section: what it says of an engine, and which layouts it refuses."""
+
+import pytest
+import torch
+from console import call
+from tiny_engines import (
+    DENSE,
+    EXPERTS,
+    LLAMA,
+    MIXTURE,
+    by_arithmetic,
+    compiled,
+    files_of,
+    fill,
+    serve,
+    side_of,
+)
+
+
+@pytest.mark.parametrize(("tp", "kv"), [(1, 4), (2, 4), (4, 2), (8, 1), (8, 8)])
+def test_a_dense_model(tp, kv):
+    side = side_of({**LLAMA, "num_key_value_heads": kv}, serve(f"on tp = {tp}"))
+    files = files_of(side)
+    assert side.size == tp and len(files) == 2 * 9 + 3
+    for rank in range(tp):
+        ours, theirs = fill(side, rank, files), by_arithmetic(files, rank, tp=tp, kv=kv)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(("tp", "dp", "ep"), [(2, 2, 2), (4, 1, 4), (2, 1, 1), (1, 4, 4)])
+def test_a_mixture(tp, dp, ep):
+    rules = DENSE + EXPERTS
+    side = side_of(MIXTURE, serve(f"on tp = {tp}, dp = {dp}, ep = {ep}", rules))
+    files = files_of(side)
+    for rank in range(tp * dp):
+        ours = fill(side, rank, files)
+        theirs = by_arithmetic(files, rank, tp=tp, kv=4, ep=ep, dp=dp)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_uneven_experts_and_a_stack_in_another_module():
+    """The first groups have one expert more; vLLM has the stacks in `routed_experts`."""
+    rules = DENSE + EXPERTS.replace("experts.w", "experts.routed_experts.w")
+    side = side_of(MIXTURE, serve("on dp = 3, ep = 3", rules))
+    name = "model.layers.1.mlp.experts.routed_experts.w13_weight"
+    assert [side.tensors_of(rank)[name].shape[0] for rank in range(3)] == [3, 3, 2]
+
+
+def test_dtypes_and_settings():
+    side = side_of(LLAMA, serve("on tp = 2, dtype bf16"), "tp=4", "dtype=fp16")
+    assert side.size == 4
+    assert {tensor.dtype for tensor in side.tensors_of(0).values()} == {"float16"}
+
+
+def test_a_later_section_replaces_sizes():
+    text = serve("on tp = 2, dtype bf16") + "\nserve vllm on tp = 4 {\n}\n"
+    side = side_of(LLAMA, text)
+    assert side.size == 4
+    assert {tensor.dtype for tensor in side.tensors_of(0).values()} == {"bfloat16"}
+
+
+def test_a_tied_head_is_not_sent_twice():
+    side = side_of({**LLAMA, "tie_word_embeddings": True}, serve("on tp = 2"))
+    assert "model.embed_tokens.weight" in side.tensors_of(0)
+    assert "lm_head.weight" not in side.tensors_of(0)
+
+
+def test_left_out():
+    side = side_of(
+        LLAMA, serve("on tp = 2", DENSE.replace(", lm_head", "") + "lm_head : left_out\n")
+    )
+    assert "lm_head.weight" not in side.tensors_of(0) | files_of(side)
+
+
+def test_a_padded_vocabulary_grows_for_sglang():
+    side = side_of(
+        {**LLAMA, "num_attention_heads": 15, "num_key_value_heads": 5, "hidden_size": 120},
+        serve("on tp = 5", "embed_tokens, lm_head : vocab\n", engine="sglang"),
+    )
+    assert side.tensors_of(4)["lm_head.weight"].shape == (64, 120)  # 131 to 320 rows
+    assert fill(side, 4, files_of(side))["lm_head.weight"].eq(0).all()
+
+
+REFUSED = {
+    "8 heads": (LLAMA, "on tp = 3", DENSE, "PL692"),
+    "ranks of tp for": (
+        {**LLAMA, "num_attention_heads": 12, "hidden_size": 96},
+        "on tp = 6",
+        DENSE,
+        "PL692",
+    ),
+    "192 padded rows": (
+        {**LLAMA, "num_attention_heads": 15, "num_key_value_heads": 5, "hidden_size": 120},
+        "on tp = 5",
+        DENSE,
+        "PL692",
+    ),
+    "rows of an expert": (MIXTURE, "on dp = 6, ep = 2", EXPERTS, "PL692"),
+    "ranks for groups": (MIXTURE, "on dp = 4, ep = 3", EXPERTS, "PL692"),
+    "lacks model.layers.*.mlp.gate_proj": (
+        {**LLAMA, "model_type": "nemotron", "architectures": ["NemotronForCausalLM"]},
+        "",
+        "mlp.gate_up_proj : merged(gate_proj, up_proj)\n",
+        "PL693",
+    ),
+    "no tensor of": (LLAMA, "", "lm_heads : vocab\n", "PL693"),
+    "two rules decide lm_head.weight": (LLAMA, "", "lm_head : vocab\nlm_head : column\n", "PL102"),
+    "there is no layer": (LLAMA, "", "lm_head : rows\n", "PL105"),
+    "takes no argument": (LLAMA, "", "lm_head : vocab(embed_tokens)\n", "PL012"),
+    "names the layers of queries": (LLAMA, "", "a.b : qkv(q_proj, k_proj)\n", "PL012"),
+    "a positive integer": (LLAMA, "on tp = 0", DENSE, "PL012"),
+    "bf16, fp16 or fp32": (LLAMA, "on dtype int3", DENSE, "PL012"),
+    "no size `pp`": (LLAMA, "on pp = 2", DENSE, "PL011"),
+    "contains layers": (LLAMA, "", "tp = 4\n", "PL011"),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused(words):
+    config, sizes, rules, code = REFUSED[words]
+    _, done, sink = compiled(config, serve(sizes, rules))
+    assert done.lowered is None
+    assert any(d.code == code and words in d.message for d in sink), [*sink]
+    assert all(d.labels for d in sink)
+
+
+def test_an_override_wins():
+    rules = DENSE + "override lm_head : column\n"
+    config = {**LLAMA, "vocab_size": 132}
+    assert side_of(config, serve("on tp = 2", rules)).tensors_of(0)["lm_head.weight"].shape == (
+        66,
+        64,
+    )
+
+
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        ("serve", "names its engine"),
+        ("serve tgi", "no serving engine `tgi`"),
+        ("matmul vllm", "`matmul` is followed by"),
+        ("matmul on tp = 2", "`matmul` is followed by"),
+    ],
+)
+def test_heads(head, words):
+    _, _, sink = compiled(LLAMA, f'plan p for any\nextend "llama"\n{head} {{\n}}\n')
+    assert any(words in d.message for d in sink), [*sink]
+
+
+def test_two_engines():
+    _, _, sink = compiled(LLAMA, serve() + serve(engine="sglang").partition("\n\n")[2])
+    assert [d.message for d in sink] == ["a plan serves with one engine, not with vllm and sglang"]
+
+
+def test_a_model_that_no_configuration_builds(tmp_path, monkeypatch):
+    (tmp_path / "own_decoder.py").write_text(
+        "import torch\n\n\ndef build():\n    return torch.nn.Sequential(torch.nn.Linear(8, 8))\n"
+    )
+    (tmp_path / "rollout.plan").write_text(serve("on tp = 2", ""))
+    monkeypatch.chdir(tmp_path)
+    words = ("own_decoder:build", "rollout.plan", "--allow-code", "--level", "structure")
+    code, text, _ = call("check", *words)
+    assert code == 1 and "PL694" in text and "has no configuration" in text
+
+
+def test_commands(tmp_path):
+    """A plan of an engine is formatted, checked without a mesh, and sized by `--set`."""
+    plan = tmp_path / "rollout.plan"
+    plan.write_text(serve("on   tp=2,dtype   bf16"))
+    assert call("fmt", plan)[0] == 0
+    assert "serve vllm on tp = 2, dtype bf16 {" in plan.read_text()
+    words = ("check", "llama-3.2-1b", plan, "--level", "structure")
+    assert call(*words)[0] == 0
+    code, text, _ = call(*words, "--set", "tp=3")
+    assert code == 1 and "PL692" in text and "--set tp=3" in text
+    code, text, _ = call(*words, "--set", "pp=3")
+    assert code == 1 and "PL106" in text
