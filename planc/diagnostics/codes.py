@@ -375,6 +375,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL760", "error", "input", "what needs torch, where torch is not installed"),
     ("PL761", "error", "input", "a pack that cannot be read or made"),
     ("PL762", "warning", "input", "a pack with verdicts of another planc"),
+    ("PL763", "warning", "input", "an empty `tp_plan`, which transformers refuses"),
     ("PL900", "error", "internal", "internal error in planc"),
 )
 _SECTION_ROWS = (row for section in SECTIONS.values() for row in section.codes)

@@ -1,7 +1,7 @@
 """The family of the model that a peer's file names, and the plan to extend."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from planc.diagnostics.diagnostic import Sink
@@ -39,6 +39,12 @@ class Base:
     sections: frozenset[str]
     units: frozenset[str]
     names: frozenset[str]
+
+    def own_rules(self) -> Mapping[str, str]:
+        """The `tp_plan` that transformers ships for the family; empty if there is none."""
+        from planc.model.sources.huggingface import defaults
+
+        return defaults(self.family or "")[0]
 
     def lacking(self, keys: Iterable[str]) -> frozenset[str]:
         """The modules of transformers' own plan that are none of the model, whose family has

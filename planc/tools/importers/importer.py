@@ -15,6 +15,7 @@ from planc.tools.importers import reading
 from planc.tools.importers.family import Base, base_of, families_named, family_of, named_by
 from planc.tools.importers.peer import LEFT, LOST, REASONS, ConfigKey, Peer, matches, peers, table
 from planc.tools.importers.settings import Unknown, value_of
+from planc.tools.importers.transformers_plans import PLANS
 from planc.tools.importers.writing import Writer
 
 
@@ -65,6 +66,7 @@ def import_plan(name: str, sink: Sink, *, peer: str | None, model: str | None) -
     base = _base(given, model, sink, exact=whose.exact)
     if base is None:
         return None
+    _report_no_rule(given, settings, sink)
     keys = {word: _keys(leaf.path for leaf in by) for word, (_, by) in settings.items()}
     writer = Writer(base, whose, given, keys)
     sections = writer.written()
@@ -95,6 +97,26 @@ def _report_refused(path: str, text: str, sink: Sink) -> bool:
             sink.error("PL732", message, help=help)
             return True
     return False
+
+
+def _report_no_rule(
+    given: dict[str, Any], settings: dict[str, tuple[Any, list[ConfigKey]]], sink: Sink
+) -> None:
+    """Reports PL763: transformers documents an empty plan, which a deprecated flag stands for too,
+    and refuses it.
+    """
+    size = given.get("tp_size") or 1
+    if given.get("expert_parallel") and not (given.get("ep_size") or given.get("rule")):
+        given["no_rule"] = True
+    if size == 1 or not given.get("no_rule"):
+        return
+    leaf = settings["no_rule" if "no_rule" in settings else "expert_parallel"][1][0]
+    written = f"{_safe(leaf.path)} = {leaf.value}"
+    message = f"transformers 5.23 refuses `{written}` with tp_size = {size}: it has no rules"
+    help = "leave `tp_plan` out for the rules of the model, or set `tp_size = 1`"
+    if "expert_parallel" in given or (given.get("ep_size") or 1) > 1:
+        help += f" and `fsdp_size = {size}`: experts are then divided over data ranks"
+    sink.warning("PL763", message, help=help)
 
 
 def _recognize(
@@ -136,12 +158,10 @@ def _settings(
             off = not scaled if word == "scaler" else leaf.value in _OFF
             kind = "lost" if word in LOST else "cost"
             fate.append((leaf, "same", "off") if off else (leaf, kind, REASONS[word]))
-        elif word is None and str(leaf.value).endswith("()"):
-            fate.append((leaf, "left", LEFT["tool"]))
-        elif word is None and leaf.value in (None, {}, []):
-            fate.append((leaf, "same", "empty"))
+        elif word == "rule" and leaf.value == {}:
+            _add(result, "no_rule", True, leaf, sink)
         elif word is None:
-            fate.append((leaf, "unknown", "not a key that planc knows"))
+            fate.append((leaf, *_fate_without_meaning(leaf)))
         else:
             try:
                 value = value_of(word, _leaf_value(leaf, word, peer))
@@ -153,12 +173,21 @@ def _settings(
                 continue
             if value is None:
                 fate.append((leaf, "same", "not set"))
-            elif word == "rule":
+            elif word in PLANS:
                 result.setdefault(word, ({}, []))[0][leaf.path] = value
                 result[word][1].append(leaf)
             else:
                 _add(result, word, value, leaf, sink)
     return {word: (value, []) for word, value in peer.absent.items()} | result
+
+
+def _fate_without_meaning(leaf: ConfigKey) -> tuple[str, str]:
+    """The fate of a key that the tables do not have, and the reason."""
+    if str(leaf.value).endswith("()"):
+        return "left", LEFT["tool"]
+    if leaf.value in (None, {}, []):
+        return "same", "empty"
+    return "unknown", "not a key that planc knows"
 
 
 def _leaf_value(leaf: ConfigKey, word: str, peer: Peer) -> Any:
@@ -208,7 +237,7 @@ def _base(given: dict[str, Any], model: str | None, sink: Sink, *, exact: bool) 
                 help="name a model with the same configuration: --model MODEL",
             )
     base = base_of(family, model, sink)
-    if not base.known:
+    if not (base.known or given.get("rule") or given.get("ep_rule")):
         what = f"no plan is for {family}" if family else "the file does not tell the family"
         sink.warning(
             "PL733",

@@ -1,4 +1,6 @@
-"""torchtitan's Python configurations -> their leaf keys, read as a syntax tree and never run."""
+"""Python configurations -> their leaf keys, read as a syntax tree and never run: torchtitan's
+functions, and the `DistributedConfig` of a training script.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -24,6 +26,16 @@ def python_leaves(
         SyntaxError, ValueError, RecursionError: the text is not Python, or not in bounds.
     """
     tree = ast.parse(text)
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and _is_distributed_config(n)]
+    if function is None and len(calls) == 1:
+        variables = {
+            target.id: node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        return tuple(_value(calls[0], "", variables))
     found = {
         node.name: node
         for node in tree.body
@@ -43,6 +55,11 @@ def python_leaves(
         )
         return None
     return tuple(_function_leaves(found[function], found, _MAX_BASES).values())
+
+
+def _is_distributed_config(call: ast.Call) -> bool:
+    """Whether a call makes a `DistributedConfig` of transformers."""
+    return ast.unparse(call.func).rpartition(".")[2] == "DistributedConfig"
 
 
 def _function_leaves(
@@ -88,6 +105,10 @@ def _value(node: ast.expr | None, path: str, local: dict[str, ast.expr]) -> Iter
     """The leaves of a value: of a class's call, its name at the path and its arguments below it."""
     if isinstance(node, ast.Name):
         node = local.get(node.id, node)
+    if isinstance(node, ast.Dict) and node.keys and all(map(_is_word, node.keys)):
+        for key, inner in zip(node.keys, node.values, strict=True):
+            yield from _value(inner, f"{path}.{_plain(key)}", local)
+        return
     if not isinstance(node, ast.Call):
         yield ConfigKey(path=path, value=_plain(node), line=getattr(node, "lineno", None))
         return
@@ -96,6 +117,10 @@ def _value(node: ast.expr | None, path: str, local: dict[str, ast.expr]) -> Iter
     arguments = [(str(at), argument) for at, argument in enumerate(node.args)]
     for name, argument in [*arguments, *((k.arg or "**", k.value) for k in node.keywords)]:
         yield from _value(argument, f"{path}.{name}" if path else name, local)
+
+
+def _is_word(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def _plain(node: ast.expr | None) -> object:

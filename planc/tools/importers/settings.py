@@ -12,12 +12,12 @@ _SETTINGS = {
     "double_quantized distributed_optimizer full_sharding chunked_loss loss_over_tp "
     "activation_offload frozen_embeddings frozen_vision frozen_projector frozen_language "
     "rank_stabilized dora no_loss_over_tp no_compile reduce_as_param reduce_bf16 "
-    "casts adapter_on checkpoint_off reduce_fp32 fp8 fp8_gather",
+    "casts expert_parallel adapter_on checkpoint_off reduce_fp32 fp8 fp8_gather",
     "strategy": "sharding_strategy",
     "dtype": "param_dtype reduce_dtype output_dtype load_dtype",
     "number": "lora_alpha lora_dropout alpha_of_rank capacity",
     "names": "lora_targets lora_parameters trained_too",
-    "text": "model flavor block_class rule",
+    "text": "model flavor block_class rule ep_rule fsdp_rule pp_rule",
 }
 """Settings by the kind of their values; each setting that is not here is a kind of its own."""
 
@@ -44,6 +44,8 @@ _WORDS = {
     "attention": "all_gather: allgather varlenllama3; ulysses: a2a ulysses deepspeed; "
     "ring: p2p ring alltoall batchring batchzigzag batchstripe",
     "adapter": "lora: lora peftconfig; qlora: qlora",
+    "ep_implementation": "all_to_all: auto alltoall; all_reduce: allreduce; "
+    "megamoe: deepgemmmegamoe",
     "drop": "probs: probs; position: position",
 }
 """The words of each kind in lower case, without punctuation, after what they mean."""

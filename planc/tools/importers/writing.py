@@ -1,11 +1,9 @@
 """Settings -> the statements of a plan that extends the plan of a family."""
 
-import re
 from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from planc.elaborate.sections.tensor_styles import split_of_transformers
 from planc.elaborate.settings import (
     CP,
     LOSS_CHUNKS,
@@ -21,6 +19,12 @@ from planc.elaborate.settings import (
 from planc.ops.phrases import literal
 from planc.tools.importers.family import Base
 from planc.tools.importers.peer import COST, LEFT, LOST, Peer
+from planc.tools.importers.transformers_plans import (
+    expert_section,
+    fsdp_units,
+    record_stages,
+    tensor_section,
+)
 
 BLOCKS = "$blocks"
 """The list of blocks of a plan that extends a family's."""
@@ -87,12 +91,12 @@ class Writer:
         """The lines of the plan after its header."""
         self.fate.update((word, ("plan", "the header")) for word in _HEADER)
         if "," in self.given.get("block_class", ""):
-            self._not("cost", COST["units"], "block_class")
+            self.record("cost", COST["units"], "block_class")
         self._strategy()
         lines = [f'extend "{self.name}"', ""]
         for part in (
             self._blocks, self._options, self._mesh, self._stages, self._context, self._experts,
-            self._load, self._adapters, self._train, self._rules, self._checkpoint, self._compile,
+            self._load, self._adapters, self._train, self._tensor, self._checkpoint, self._compile,
             self._matmul, self._fsdp,
         ):  # fmt: skip
             lines += part()
@@ -134,13 +138,13 @@ class Writer:
 
     # How a setting is recorded ----------------------------------------------------------------
 
-    def _line(self, text: str, *words: str) -> list[str]:
+    def add_line(self, text: str, *words: str) -> list[str]:
         """A line of the plan, with the keys that it comes from."""
         self.fate.update((word, ("plan", text.strip())) for word in words)
         keys = ", ".join(filter(None, (self.keys.get(word) for word in words)))
         return [f"{text}    # {keys or f'the default of {self.peer.title}'}"]
 
-    def _not(self, kind: str, why: str, *words: str) -> list[str]:
+    def record(self, kind: str, why: str, *words: str) -> list[str]:
         self.fate.update((word, (kind, why)) for word in words)
         return []
 
@@ -148,11 +152,11 @@ class Writer:
         """A setting of the family's plan, where its default is another."""
         name = setting.word
         if name not in self.base.options:
-            return self._not("lost", f"{self.name} has no setting {name}", word)
+            return self.record("lost", f"{self.name} has no setting {name}", word)
         shown = literal(value)
         if self.base.options[name] == value:
-            return self._not("same", f"{name} = {shown} in {self.name}", word)
-        return self._line(f"override option {name} = {shown}", word)
+            return self.record("same", f"{name} = {shown} in {self.name}", word)
+        return self.add_line(f"override option {name} = {shown}", word)
 
     def _alias(self, word: str, value: Any, *by: str) -> None:
         """Sets a setting that others of the file decide, which then share its fate."""
@@ -174,7 +178,7 @@ class Writer:
         given["sharding_strategy"] = own
         words = ("sharding_strategy", "full_sharding", "distributed_optimizer", "zero_stage",
                  "strategy")  # fmt: skip
-        self._not("same", "parameters, gradients and optimizer state are sharded", *words)
+        self.record("same", "parameters, gradients and optimizer state are sharded", *words)
         word = next((w for w in words if given.get(w)), "")
         kind, _, offload = (given.get(word) or "").partition(" ")
         if offload:
@@ -185,7 +189,7 @@ class Writer:
         elif kind == "grad":
             self._alias("reshard", False, word)
         elif kind == "hybrid" and not given.get("replicate_size"):
-            self._not("cost", "set the axis dp_replicate to the number of nodes", word)
+            self.record("cost", "set the axis dp_replicate to the number of nodes", word)
         if (mics := given.get("mics_size")) and not given.get("shard_size"):
             self._alias("shard_size", mics, "mics_size")
             given["replicate_size"] = given.get("replicate_size") or "auto"
@@ -196,29 +200,32 @@ class Writer:
         name = self.given.get("block_class", "")
         if self.base.known or not name.isidentifier():
             return []
-        return [*self._line(f"override let {BLOCKS[1:]} = **<{name}>", "block_class"), ""]
+        return [*self.add_line(f"override let {BLOCKS[1:]} = **<{name}>", "block_class"), ""]
 
     def _options(self) -> list[str]:
         given, lines = self.given, list[str]()
         many = (given.get("tp_size") or 1) > 1
         if not many:
-            self._not("same", "without effect: tp = 1", "sequence_parallel")
+            self.record("same", "without effect: tp = 1", "sequence_parallel")
         elif "sequence_parallel" in given:
             value = given["sequence_parallel"]
             lines += self._option("sequence_parallel", SEQUENCE, value)
-        self._not("same", "the family's plan says which dtypes", "casts")
+        self.record("same", "the family's plan says which dtypes", "casts")
         if given.get("casts"):
             self._alias("bf16", True, "casts")
+        self.record("same", "`ep_size` has the number of ranks", "expert_parallel")
+        if given.get("expert_parallel") and not given.get("ep_size"):
+            self._alias("ep_size", given.get("tp_size"), "expert_parallel")
         self._mixed_precision()
         half = next((word for word in ("bf16", "fp16") if given.get(word)), "fp32")
         if given.get("bf16") is not None or given.get("fp16"):
             given["param_dtype"] = half
         else:
-            self._not("same", "off", "fp16")
+            self.record("same", "off", "fp16")
         for word in ("bf16", "fp16", "param_dtype"):
             if word in given and "param_dtype" in given:
                 lines += self._option(word, PARAM_DTYPE, given["param_dtype"])
-        self._not("same", "gradients are reduced in fp32", "reduce_bf16")
+        self.record("same", "gradients are reduced in fp32", "reduce_bf16")
         if given.get("reduce_bf16"):
             self._alias("reduce_dtype", "bf16", "reduce_bf16")
         if "reduce_fp32" in given:
@@ -230,7 +237,7 @@ class Writer:
             lines += self._option("reduce_dtype", REDUCE_DTYPE, given["reduce_dtype"])
         if given.get("checkpoint_off"):
             self._alias("checkpoint", "none", "checkpoint_off")
-        self._not("same", "off", "checkpoint_off")
+        self.record("same", "off", "checkpoint_off")
         if given.get("checkpoint") in ("none", "full"):
             lines += self._option("checkpoint", RECOMPUTE, given["checkpoint"] == "full")
         first = {line.partition("    #")[0]: line for line in reversed(lines)}
@@ -251,7 +258,7 @@ class Writer:
             if given.get(word) and chunks and not lines:
                 lines = self._option(word, LOSS_CHUNKS, chunks)
             else:
-                self._not("same", "the loss is computed from whole logits", word)
+                self.record("same", "the loss is computed from whole logits", word)
         return lines
 
     def _pipeline(self) -> list[str]:
@@ -260,9 +267,9 @@ class Writer:
         self.fate |= dict.fromkeys(("rows", "all_rows"), ("left", LEFT["batch"]))
         self.fate["layers"] = ("left", LEFT["model_left"])
         if (given.get("pp_size") or 1) == 1:
-            return self._not("same", "without effect: one pipeline stage", *words)
+            return self.record("same", "without effect: one pipeline stage", *words)
         if PP.word not in self.base.axes:
-            return self._not("lost", f"{self.name} has no pipeline", *words)
+            return self.record("lost", f"{self.name} has no pipeline", *words)
         if self._stages_of_a_rank() > 1 and "schedule" not in given:
             word = "virtual" if given.get("virtual") else "virtual_layers"
             self._alias("schedule", "interleaved_1f1b", word)
@@ -275,9 +282,9 @@ class Writer:
                 self._alias("microbatches", count, "rows", "all_rows")
             else:
                 why = "a plan has `microbatches`, of one data rank; their number is not in the file"
-                self._not("lost", why, "all_rows")
+                self.record("lost", why, "all_rows")
         else:
-            self._not("lost", "a plan has the number of microbatches", "microbatch_rows")
+            self.record("lost", "a plan has the number of microbatches", "microbatch_rows")
         lines = list[str]()
         for word, setting in (("schedule", SCHEDULE), ("microbatches", MICROBATCHES)):
             if word in given:
@@ -294,12 +301,13 @@ class Writer:
         layers, of_all = given.get("layers") or 0, given["pp_size"] * each
         if not layers or layers % of_all:
             why = f"a plan has the stages of a rank: `stages = even({BLOCKS}, each = N)`"
-            self._not("lost", why, "virtual_layers")
+            self.record("lost", why, "virtual_layers")
             return 0
         return int(layers // of_all)
 
     def _stages(self) -> list[str]:
         """The section of a pipeline whose ranks hold more stages than the family's plan says."""
+        record_stages(self)
         if self.fate.get("pp_size", ("",))[0] != "plan":
             return []
         count, word = self._stages_of_a_rank(), "virtual"
@@ -307,55 +315,59 @@ class Writer:
         if count == 0:
             return []
         if count == usual:
-            return self._not("same", f"{usual} stages a rank in {self.name}", *_VIRTUAL)
+            return self.record("same", f"{usual} stages a rank in {self.name}", *_VIRTUAL)
         if "virtual" not in self.given:
             word = "virtual_layers"
-        stages = self._line(f"    override stages = even({BLOCKS}, each = {count})", word)
+        stages = self.add_line(f"    override stages = even({BLOCKS}, each = {count})", word)
         return [f"pipeline on {PP.word} {{", *stages, "}", ""]
 
     def _mesh(self) -> list[str]:
         """The axes whose sizes differ."""
         given = self.given
         total, copies = given.get("data_size"), given.get("replicate_size") or 1
-        self._not("same", "the ranks that tp, cp and pp leave", "data_size")
+        self.record("same", "the ranks that tp, cp and pp leave", "data_size")
         if total and not given.get("shard_size") and copies != "auto" and total % copies == 0:
             self._alias("shard_size", total // copies, "data_size")
         lines = list[str]()
         for word, without in _MESH:
             size, axis = given.get(word), without.partition(" ")[0]
             if axis not in self.base.axes and size not in (None, 1):
-                self._not("lost", f"{self.name} has no axis {axis}", word)
+                self.record("lost", f"{self.name} has no axis {axis}", word)
             elif size and f"{axis} = {size}" != without and word not in self.fate:
-                lines += self._line(f"    override {axis} = {size}", word)
+                lines += self.add_line(f"    override {axis} = {size}", word)
             else:
                 self.fate.setdefault(word, ("same", without))
         return ["mesh {", *lines, "}", ""] if lines else []
 
     def _context(self) -> list[str]:
         if self.fate["cp_size"][0] != "plan":
-            return self._not("same", "without effect: cp = 1", "attention")
+            return self.record("same", "without effect: cp = 1", "attention")
         how = self.given.get("attention") or "all_gather"
         if how == "all_gather":
-            return self._not("same", "keys and values are all-gathered", "attention")
-        line = self._line(f"    override attention = {how}", "attention")
+            return self.record("same", "keys and values are all-gathered", "attention")
+        line = self.add_line(f"    override attention = {how}", "attention")
         return ["context on cp {", *line, "}", ""]
 
     def _experts(self) -> list[str]:
-        """The lines that limit the tokens of an expert, and choose those that are dropped."""
+        """The lines that limit the tokens of an expert, choose those that are dropped, and say how
+        tokens reach their experts.
+        """
+        lines = expert_section(self, "$experts")
         capacity, drop = self.given.get("capacity"), self.given.get("drop") or "probs"
         if not capacity:
-            return self._not("same", "no token is dropped", "capacity", "drop")
+            self.record("same", "no token is dropped", "capacity", "drop")
+            return lines
         text = f"    $experts : dispatch(all_to_all, capacity = {capacity:g}, drop = {drop})"
-        line = self._line(text, *(word for word in ("capacity", "drop") if word in self.given))
+        line = self.add_line(text, *(word for word in ("capacity", "drop") if word in self.given))
         note = f"# A plan counts slots in each row, {self.peer.title} in each rank's micro-batch"
         return [note, "override expert on ep {", *line, "}", ""]
 
     def _load(self) -> list[str]:
-        lines = self._not("same", "`run.load` decides how weights are read", "from_rank0")
+        lines = self.record("same", "`run.load` decides how weights are read", "from_rank0")
         if self.given.get("from_rank0"):
-            lines = self._line("    weights = rank0", "from_rank0")
+            lines = self.add_line("    weights = rank0", "from_rank0")
         if dtype := self.given.get("load_dtype"):
-            lines += self._line(f"    dtype = {dtype}", "load_dtype")
+            lines += self.add_line(f"    dtype = {dtype}", "load_dtype")
         return ["load {", *lines, "}", ""] if lines else []
 
     def _adapters(self) -> list[str]:
@@ -366,12 +378,12 @@ class Writer:
             if given.get(word) in ("lora", True):
                 self._alias("adapter", "lora", word)
             else:
-                self._not("same", "all parameters are trained", word)
+                self.record("same", "all parameters are trained", word)
         if not given.get("adapter", bool(self.keys.get("lora_rank")) and "adapter_on" not in given):
             given.pop("adapter", None)
-            self._not("same", "no adapter", *words)
+            self.record("same", "no adapter", *words)
             if given.get("four_bits"):
-                self._not("lost", "4-bit weights are those of adapters: `qlora`", "four_bits")
+                self.record("lost", "4-bit weights are those of adapters: `qlora`", "four_bits")
             return []
         kind = "qlora" if given.get("four_bits") or given.get("adapter") == "qlora" else "lora"
         arguments = {k: given.get(word) for k, word in _LORA.items()}
@@ -388,14 +400,14 @@ class Writer:
             target = f"{BLOCKS}.**<Linear>"
         if kind == "qlora":
             words.remove("dora")
-            self._not("lost", "no DoRA of 4-bit weights: `lora(..., dora = true)`", "dora")
+            self.record("lost", "no DoRA of 4-bit weights: `lora(..., dora = true)`", "dora")
         if kind == "lora":
             words.remove("double_quantized")
-            self._not("same", "without effect: no 4-bit weights", "double_quantized")
+            self.record("same", "without effect: no 4-bit weights", "double_quantized")
         lines = self._of_experts(arguments)
         used = [word for word in words if word in given and word != "lora_parameters"]
         if not lines or any(word in given for word in ("lora_targets", "lora_all")):
-            lines = [*self._line(f"    {target} : {kind}({shown})", *used), *lines]
+            lines = [*self.add_line(f"    {target} : {kind}({shown})", *used), *lines]
         return ["adapters {", *lines, "}", ""]
 
     def _of_experts(self, arguments: dict[str, Any]) -> list[str]:
@@ -410,81 +422,50 @@ class Writer:
             shown = _shown({**arguments, **dict.fromkeys(left), "parameters": named})
             words = ("adapter", "lora_parameters", "rank_stabilized", *_LORA.values())
             used = [word for word in words if word in self.given]
-            lines += self._line(f"    {_selector((module,))} : lora({shown})", *used)
+            lines += self.add_line(f"    {_selector((module,))} : lora({shown})", *used)
         return lines
 
     def _train(self) -> list[str]:
         given, rules = self.given, list[str]()
         for word, (names, none) in _FROZEN.items():
             if not given.get(word):
-                self._not("same", "nothing is frozen", word)
+                self.record("same", "nothing is frozen", word)
             elif "adapter" in given:
-                self._not("same", "with adapters all else is frozen", word)
+                self.record("same", "with adapters all else is frozen", word)
             elif word == "frozen_embeddings":
-                rules += self._line("    **<Embedding> : frozen", word)
+                rules += self.add_line("    **<Embedding> : frozen", word)
             elif found := [name for name in names if name in self.base.names]:
-                rules += self._line(f"    **.{found[0]} : frozen", word)
+                rules += self.add_line(f"    **.{found[0]} : frozen", word)
             elif self.keys.get(word):
-                self._not(*none, word)
+                self.record(*none, word)
         if too := given.get("trained_too"):
-            rules += self._line(f"    {_selector(too)} : trainable", "trained_too")
+            rules += self.add_line(f"    {_selector(too)} : trainable", "trained_too")
         return ["train {", *rules, "}", ""] if rules else []
 
-    def _rules(self) -> list[str]:
-        """The splits of a `tp_plan`, whose keys are relative to the base model or whole."""
-        if not (rules := self.given.get("rule")):
-            return []
-        lines = list[str]()
-        # a DistributedConfig changes single rules of the model's own plan; alone they shard little
-        single = self.base.known and not any("rowwise" in s for s in rules.values())
-        relative = {key: re.sub(r"^(.*\.)?(base_model_)?tp_plan\.", "", key) for key in rules}
-        lacking = frozenset[str]() if single else self.base.lacking(relative.values())
-        for key, style in rules.items():
-            split, path = split_of_transformers(style), relative[key]
-            if not path.startswith(("lm_head", "model.")):
-                path = self._path(path)
-            if path.rpartition(".")[0].endswith(".experts"):
-                self._not("same", "the rule of the experts has their parameters", key)
-            elif split is None or not re.fullmatch(r"[$\w.*]+", path):
-                self._not("lost", f"{style} needs a rule of your own", key)
-            elif not split:
-                self._not("same", "it follows from how weights are split", key)
-            elif single:
-                why = f"in place of the rule of {self.name}, write `override {path} : {split}`"
-                self._not("lost", why, key)
-            else:
-                optional = "optional " * (relative[key] in lacking)
-                self.fate[key] = ("plan", f"{optional}{path} : {split}")
-                lines.append(f"    {optional}{path} : {split}")
-        head = ["override tensor on tp {    # tp_plan", f"    sequence = {SEQUENCE.word}"]
-        return [*head, *lines, "}", ""] if lines else []
-
-    def _path(self, key: str) -> str:
-        """The modules of a key that is relative to the base model, a child of the whole model."""
-        inside = re.fullmatch(r"\w+\.\*\.(.+)", key)
-        return f"{BLOCKS}.{inside[1]}" if inside else f"*.{key}"
+    def _tensor(self) -> list[str]:
+        return tensor_section(self, BLOCKS)
 
     def _checkpoint(self) -> list[str]:
         kind = self.given.get("checkpoint")
-        self._not("same", "no activations are offloaded", "activation_offload")
+        self.record("same", "no activations are offloaded", "activation_offload")
         if self.given.get("activation_offload") and kind == "full":
             kind = "offload"
         if kind == "offload" and self.given.get("compile"):
             why = "activations of compiled blocks are not offloaded (PL473)"
-            return self._not("lost", why, "checkpoint", "activation_offload")
+            return self.record("lost", why, "checkpoint", "activation_offload")
         if kind not in _ACTIONS:
             return []
         override = "override " if "checkpoint" in self.base.sections else ""
         words = ["checkpoint", *["activation_offload"] * (kind != self.given["checkpoint"])]
-        rule = self._line(f"    {BLOCKS} : {_ACTIONS[kind]}", *words)
+        rule = self.add_line(f"    {BLOCKS} : {_ACTIONS[kind]}", *words)
         return [f"{override}checkpoint {{", *rule, "}", ""]
 
     def _compile(self) -> list[str]:
-        self._not("same", "nothing is compiled", "compile", "no_compile")
+        self.record("same", "nothing is compiled", "compile", "no_compile")
         word = "compile" if "compile" in self.given else "no_compile"
         if self.given.get(word) is not (word == "compile"):
             return []
-        return ["compile {", *self._line(f"    {BLOCKS} : block", word), "}", ""]
+        return ["compile {", *self.add_line(f"    {BLOCKS} : block", word), "}", ""]
 
     def _matmul(self) -> list[str]:
         """The linear layers of all blocks, but for those that the file leaves out."""
@@ -492,24 +473,24 @@ class Writer:
         words = [w for w in ("fp8", "converters", "fp8_recipe", "fp8_gather", "fp8_backend",
                              "fp8_skip") if w in given]  # fmt: skip
         if not (given.get("fp8") or given.get("converters")):
-            return self._not("same", "no products in 8 bits", *words)
+            return self.record("same", "no products in 8 bits", *words)
         recipe = given.get("fp8_recipe") or "tensorwise"
         if given.get("fp8_backend") == "other" or given.get("converters") == "mx":
-            return self._not("lost", LOST["low_bits"], *words)
+            return self.record("lost", LOST["low_bits"], *words)
         if recipe == "high":
             why = "a recipe with gradients of weights in 16 bits has no counterpart"
-            return self._not("lost", why, *words)
+            return self.record("lost", why, *words)
         if "adapter" in given:
-            return self._not("lost", "layers with adapters keep their precision (PL622)", *words)
+            return self.record("lost", "layers with adapters keep their precision (PL622)", *words)
         gather = given.get("fp8_gather") and recipe == "tensorwise"
         if gather and (given.get("pp_size") or 1) > 1:
-            gather = self._not("cost", "stages gather no weights in fp8 (PL625)", "fp8_gather")
+            gather = self.record("cost", "stages gather no weights in fp8 (PL625)", "fp8_gather")
         else:
             why = f"weights of {recipe} are gathered in the parameters' dtype"
-            self._not("same", why, "fp8_gather")
+            self.record("same", why, "fp8_gather")
         action = f"fp8(recipe = {recipe}{', gather = fp8' if gather else ''})"
         used = [w for w in words if w != "fp8_skip" and (w != "fp8_gather" or gather)]
-        lines = self._line(f"    {BLOCKS}.**<Linear> : {action}", *used)
+        lines = self.add_line(f"    {BLOCKS}.**<Linear> : {action}", *used)
         if self.peer.name in ("accelerate", "axolotl"):
             first = f"# {self.peer.title} also leaves out the first linear layer of the model:"
             lines += [f"    {first} `override MODULE : none` does"]
@@ -520,50 +501,51 @@ class Writer:
         skip = self.given.get("fp8_skip") or ()
         named = [name for name in skip if name not in ("output", "lm_head", "router.gate")]
         if not named:
-            self._not("same", "the head and routers keep their precision", "fp8_skip")
+            self.record("same", "the head and routers keep their precision", "fp8_skip")
         elif all(name in _TITAN for name in named):
             rules = [f"    override {BLOCKS}.{_TITAN[name]} : none" for name in named]
-            return [*self._line(rules[0], "fp8_skip"), *rules[1:]]
+            return [*self.add_line(rules[0], "fp8_skip"), *rules[1:]]
         else:
             why = f"write `override {BLOCKS}.MODULE : none` for what is left out"
-            self._not("lost", why, "fp8_skip")
+            self.record("lost", why, "fp8_skip")
         return []
 
     def _fsdp(self) -> list[str]:
         given, lines = self.given, list[str]()
         chunked = f"override option {LOSS_CHUNKS.word}" in self.fate_of("loss")[1]
         if self.given.get("loss") and chunked:
-            self._not("lost", "a loss in parts makes no logits to cast", "output_dtype")
+            self.record("lost", "a loss in parts makes no logits to cast", "output_dtype")
         elif output := given.get("output_dtype"):
             casts = f"param = {PARAM_DTYPE.word}, reduce = {REDUCE_DTYPE.word}, output = {output}"
-            lines += self._line(f"    override precision({casts})", "output_dtype")
+            lines += self.add_line(f"    override precision({casts})", "output_dtype")
         inner = given.get("inner_size")
         if inner and given.get("reshard") is not False:
             if BLOCKS in self.base.units:
                 unit = f"    override {BLOCKS} : unit(reshard = {inner})"
-                lines += self._line(unit, "inner_size")
+                lines += self.add_line(unit, "inner_size")
             else:
                 why = f"override the family's units with `reshard = {inner}`"
-                self._not("cost", why, "inner_size")
+                self.record("cost", why, "inner_size")
         else:
-            self._not("same", "without effect: units are not sharded again", "inner_size")
+            self.record("same", "without effect: units are not sharded again", "inner_size")
         if given.get("reshard") is not False:
-            self._not("same", "units reshard after forward, but for the last", "reshard")
+            self.record("same", "units reshard after forward, but for the last", "reshard")
         elif BLOCKS in self.base.units:
-            lines += self._line(f"    override {BLOCKS} : unit(reshard = never)", "reshard")
+            lines += self.add_line(f"    override {BLOCKS} : unit(reshard = never)", "reshard")
         else:
-            self._not("lost", "override the family's units with `reshard = never`", "reshard")
+            self.record("lost", "override the family's units with `reshard = never`", "reshard")
         ahead = [word for word in ("prefetch_forward", "prefetch_backward") if given.get(word)]
         if ahead:
             counts = ", ".join(
                 f"{word.removeprefix('prefetch_')} = {given[word]}" for word in ahead
             )
-            lines += self._line(f"    prefetch({counts})", *ahead)
+            lines += self.add_line(f"    prefetch({counts})", *ahead)
         for word in ("offload", "offload_device"):
             if given.get(word):
-                lines += self._line("    offload(cpu)", word)
+                lines += self.add_line("    offload(cpu)", word)
             else:
-                self._not("same", "nothing is offloaded", word)
+                self.record("same", "nothing is offloaded", word)
+        lines += fsdp_units(self, BLOCKS)
         own = "fsdp on dp_shard_cp" if CP.word in self.base.axes else "fsdp on dp_shard"
         return [f"{own}, replicate on dp_replicate {{", *lines, "}", ""] if lines else []
 
