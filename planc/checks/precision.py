@@ -1,11 +1,13 @@
 """PL415, PL416, PL420, PL421, PL570, PL680 to PL684: dtypes, lost updates and 4-bit weights."""
 
+from collections.abc import Collection
+
 from planc.checks.queries import axis_label, ranks
 from planc.diagnostics.diagnostic import Label, Sink
 from planc.infer.apply_adapters import FOUR_BIT, adapted_tensor_rules, weights_of_experts
 from planc.ir.nodes import AdapterRule, Plan, Precision, TensorRule, Unit
 from planc.ir.parameter_owners import Owned, owned, stepped
-from planc.model.facts import Facts, Modules
+from planc.model.facts import Facts, Modules, Parameter
 from planc.ops import phrases
 from planc.ops.contract import part_sizes
 from planc.ops.styles import Colwise, Rowwise, style_text
@@ -18,34 +20,48 @@ def mixed_dtypes(plan: Plan, facts: Facts, sink: Sink) -> None:
     """
     if plan.fsdp is None or plan.fsdp.backend is not None:
         return
-    found: dict[Unit, dict[str, tuple[str, bool]]] = {}
+    found: dict[Unit, dict[str, tuple[Modules, Parameter]]] = {}
     for own in owned(plan, facts):
-        if own.unit is None:
-            continue
         for parameter in own.modules.module.parameters:
-            if own.trains(parameter):
-                name = f"{own.modules}.{parameter.name}"
-                dtype = plan.dtype(parameter)
-                load = None if plan.adapted else plan.load
-                island = load is not None and load.dtype not in (None, dtype)
-                found.setdefault(own.unit, {}).setdefault(dtype, (name, island))
+            if own.unit is not None and own.trains(parameter):
+                first = (own.modules, parameter)
+                found.setdefault(own.unit, {}).setdefault(plan.dtype(parameter), first)
     for unit, by_type in found.items():
         if len(by_type) > 1:
-            islands = any(island for _, island in by_type.values())
             sink.error(
                 "PL415",
                 f"the unit `{unit.members[0]}` mixes {' and '.join(sorted(by_type))}",
                 unit.origin,
                 facts=[
-                    f"{name} {'stays' if island else 'is'} "
-                    f"{dtype}{', as the model requires' if island else ''}"
-                    for dtype, (name, island) in sorted(by_type.items())
+                    f"{modules}.{parameter.name} stays {dtype}, as the model requires"
+                    if _island(plan, parameter)
+                    else f"{modules}.{parameter.name} is {dtype}"
+                    for dtype, (modules, parameter) in sorted(by_type.items())
                 ],
-                help="`dtype(fp32) : unit` makes them separate units; `islands = none` in the "
-                "load section casts them too"
-                if islands
-                else "`dtype(fp32) : unit` makes units of modules of one dtype; or cast the model",
+                help=_help_for_mixed(plan, by_type.values()),
             )
+
+
+def _island(plan: Plan, parameter: Parameter) -> bool:
+    """Whether a parameter keeps its dtype where the load section casts the model."""
+    load = None if plan.adapted else plan.load
+    return load is not None and load.dtype not in (None, plan.dtype(parameter))
+
+
+def _help_for_mixed(plan: Plan, mixed: Collection[tuple[Modules, Parameter]]) -> str:
+    islands = any(_island(plan, parameter) for _, parameter in mixed)
+    for modules, parameter in mixed:
+        dtypes = {plan.dtype(p) for below in modules.below() for p in below.module.parameters}
+        if len(dtypes) > 1:  # a parameter beside modules of another dtype, which no unit separates
+            cast = "`islands = none` in the load section" if islands else "a cast of the model"
+            name = f"{modules}.{parameter.name}"
+            return f"a unit is a module, and that of `{name}` has both: {cast} makes them one dtype"
+    if islands:
+        return (
+            "`dtype(fp32) : unit` makes them separate units; `islands = none` in the load section "
+            "casts them too"
+        )
+    return "`dtype(fp32) : unit` makes units of modules of one dtype; or cast the model"
 
 
 HALF = ("bfloat16", "float16")

@@ -1,6 +1,6 @@
 """The fsdp section, or the replicate section that replaces it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +58,7 @@ def fsdp(program: Program) -> Fsdp | None:
         for placed in flatten(section, program.scope):
             _item(placed, section.name, state)
     kept = [c.modules for c in state.ignored.claims]
-    for placed in sorted(state.found, key=_dtypes_first):
+    for placed in _in_order_of_search(state.found):
         fsdp_units.found_units(placed, state.claims, kept, program.scope)
     shard, replicate = _spread(first, program)
     values = state.settings.values
@@ -102,10 +102,17 @@ def _owner(name: str) -> str | None:
     return next((word for word in names() if name in backend(word).SETTINGS), None)
 
 
-def _dtypes_first(placed: Placed) -> bool:
-    """Orders the searches: `dtype(...)` takes its modules before `auto(...)` adds up the rest."""
-    target = placed.item.target if isinstance(placed.item, ast.Rule) else None
-    return isinstance(target, ast.Call) and target.name == "auto"
+def _in_order_of_search(rules: Sequence[Placed]) -> list[Placed]:
+    """Orders the rules that search modules: `dtype(...)` before `auto(...)`, which sums the rest.
+
+    Of two `dtype(...)` the last is first: a plan decides before the plan that it extends.
+    """
+    sizes = [r for r in rules if isinstance(r.item, ast.Rule) and _target(r.item) == "auto"]
+    return [*(r for r in reversed(rules) if r not in sizes), *sizes]
+
+
+def _target(rule: ast.Rule) -> str:
+    return rule.target.name if isinstance(rule.target, ast.Call) else ""
 
 
 def _axes(section: ast.Section, program: Program) -> tuple[tuple[str, ...], tuple[str, ...]]:
