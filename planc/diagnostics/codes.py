@@ -371,6 +371,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL742", "error", "input", "an editor's server needs pygls"),
     ("PL743", "error", "input", "a library lacks a name that planc uses"),
     ("PL744", "info warning", "input", "a version that planc is not tested with"),
+    ("PL745", "error", "plan", "a plan in another version of the language"),
     ("PL750", "error", "input", "half of a step to estimate"),
     ("PL760", "error", "input", "what needs torch, where torch is not installed"),
     ("PL761", "error", "input", "a pack that cannot be read or made"),

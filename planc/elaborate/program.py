@@ -137,8 +137,8 @@ def _add(statement: ast.Statement, program: Program, given: dict[str, ast.Litera
             _style(statement, program)
         case ast.When():
             _branch(statement, program, given)
-        case ast.Extend():
-            pass  # the files it names are in the list already
+        case ast.Extend() | ast.Language():
+            pass  # the files it names are in the list already; the parser reports a version
 
 
 def _style(statement: ast.Style, program: Program) -> None:

@@ -7,6 +7,7 @@ from pygments.lexer import RegexLexer, bygroups, words
 
 _NAME = r"[A-Za-z_]\w*"
 _PICKED = r"\{[^{}\s]+\}|\[[-:,\d]*\]"
+_STATEMENTS = "plan|language|option|let|style|extend|require|ignore"
 _SECTION = rf"(?<!\bon )(?<!\* )({_NAME})(?=(?:\s+on\s[\w\s*,.]+)?\s*\{{\s*(?:#.*)?$)"
 
 
@@ -21,7 +22,7 @@ class PlanLexer(RegexLexer):  # type: ignore[misc]
             (r"\s+", token.Whitespace),
             (r"#[^\n]*", token.Comment.Single),
             (r'"(\\.|[^"\\\n])*"', token.String),
-            (r"(plan|option|let|style|extend|require|ignore)\b(?=[ \t]+\S)", token.Keyword),
+            (rf"({_STATEMENTS})\b(?=[ \t]+\S)", token.Keyword),
             (
                 words(("when", "then", "else", "for", "has", "on"), r"\b", r"\b(?!\s*=[^=])"),
                 token.Keyword,

@@ -180,6 +180,13 @@ class Header(Node):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Language(Node):
+    """`language 1`: the version of the language in which the file is written."""
+
+    version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Extend(Node):
     path: str
 
@@ -233,7 +240,7 @@ class Section(Node):
     sizes: tuple[Setting, ...] = ()
 
 
-Statement = Header | Extend | Option | Let | Require | Style | Section | When
+Statement = Header | Language | Extend | Option | Let | Require | Style | Section | When
 
 
 @dataclass(frozen=True, kw_only=True)

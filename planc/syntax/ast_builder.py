@@ -82,6 +82,7 @@ class Builder(Transformer[Token, ast.File]):
         )
         return ast.Header(origin=self.span(meta), name=str(name), families=words)
 
+    language = _node(ast.Language, "version")
     extend = _node(ast.Extend, "path")
     option = _node(ast.Option, "override", "name", "value")
     let = _node(ast.Let, "override", "name", "value")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 _BRACKET = re.compile(r"[{}()\[\]]")
 _TEXT = re.compile(r'#[^\n]*|"(?:\\.|[^"\\\n])*"?')
 _STRING = re.compile(r'"(?:\\.|[^"\\\n])*"')
-_STATEMENT = re.compile(r"\s*(override|plan|extend|option|let|require|style)\b|.*\{\s*$")
+_STATEMENT = re.compile(r"\s*(override|plan|language|extend|option|let|require|style)\b|.*\{\s*$")
 _SELECTOR_END = re.compile(r"\}[\w.*\[]")
 _OPENERS = {")": "(", "]": "[", "}": "{"}
 

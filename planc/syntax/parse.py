@@ -12,7 +12,7 @@ from lark import Token, UnexpectedInput, UnexpectedToken
 from lark import Tree as _Tree
 from lark.exceptions import UnexpectedEOF
 
-from planc.diagnostics.diagnostic import Label, Sink
+from planc.diagnostics.diagnostic import Label, Sink, one_of
 from planc.diagnostics.source import MAX_CHARACTERS, Source, Span
 from planc.syntax import ast, error_recovery, syntax_errors
 from planc.syntax.ast_builder import Builder
@@ -23,6 +23,8 @@ MAX_LINE = 10_000
 MAX_NESTING = 64
 MAX_ERRORS = 20
 _MAX_READ = 3_000_000
+LANGUAGES = ("1",)
+"""The versions of the language that a plan may state, the newest last."""
 _BINARY = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f\ufffd\ud800-\udfff]|\r(?!\n)")
 Parsed = _Tree[Token]
 _NESTED_BLOCKS = ("section", "block", "top_when", "when")
@@ -69,6 +71,10 @@ def _build_file(parsed: Parsed, source: Source, text: str, sink: Sink, *, quiet:
             brace = source.span(stray.start, stray.start + 1)
             help = "write the head, such as `tensor on tp {`"
             sink.error("PL001", "this block has no head", brace, help=help)
+    for statement in file.statements:
+        if isinstance(statement, ast.Language) and statement.version not in LANGUAGES:
+            message = f"this planc reads language {one_of(LANGUAGES)}, not {statement.version}"
+            sink.error("PL745", message, statement.origin, help="pip install --upgrade planc")
     for number in builder.giants:
         sink.error("PL003", "this number is out of range", number)
     if not (file.statements or quiet or builder.strays):

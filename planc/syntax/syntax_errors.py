@@ -52,6 +52,7 @@ _HEADS = {
 """The same, by how its line begins."""
 _KEYWORDS = (
     "plan",
+    "language",
     "extend",
     "option",
     "let",

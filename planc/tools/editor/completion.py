@@ -24,7 +24,7 @@ Item = tuple[str, str, str]
 
 _PATHS = ("fsdp", "replicate", "pipeline")  # sections with calls that take paths
 _INSIDE = ("optional", "override", "when", "ignore")
-_TOP = ("plan", "extend", "option", "let", "require", "style", "override", "when")
+_TOP = ("plan", "language", "extend", "option", "let", "require", "style", "override", "when")
 
 
 _TARGET = re.compile(r"(?:(?:override|optional|ignore)\s+)*(?:[^\s:=]+,\s+)*\S*")
