@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(abspath $(VENV))/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test costs matrix quick outputs processes fp8 lint bench estimate gpu peaks mutants mutation scripts silent fuzz coverage axes options cluster docs pages clean
+.PHONY: help demo test costs matrix compare quick outputs processes fp8 lint bench estimate gpu peaks mutants mutation scripts silent fuzz coverage axes options cluster docs pages clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
@@ -39,6 +39,10 @@ processes: $(VENV)/.ready  ## numerics of all plans and options on four gloo pro
 ROWS ?=
 matrix: $(VENV)/.ready  ## the tests on each set of versions, in environments of their own, and a page of docs (hours; ROWS="torch-2.13-transformers-5.24" for some)
 	$(BIN)/python tests/compat/matrix.py run $(ROWS)
+
+NEW ?=
+compare: $(VENV)/.ready  ## what a release changes of what planc uses: names, models, distributed/ (NEW=transformers==5.24.0)
+	$(BIN)/python tests/compat/compare.py $(NEW)
 
 $(VENV)/torchao: $(VENV)/.ready
 	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt --target $@ torchao

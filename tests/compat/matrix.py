@@ -6,6 +6,7 @@ kept in docs/generated/rows.json, from which docs/generated/rows.md is written.
     python tests/compat/matrix.py run torch-2.13-transformers-5.24
     python tests/compat/matrix.py page
     python tests/compat/matrix.py constraints
+    python tests/compat/matrix.py names
 """
 
 import argparse
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 import venv
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from xml.etree import ElementTree
@@ -22,8 +24,21 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from planc.compat.rows import ROWS  # noqa: E402
+from planc.compat.rows import LIBRARIES, ROWS  # noqa: E402
 
+
+@dataclass(frozen=True)
+class Newest:
+    """The newest releases of torch and transformers, whatever planc's own bounds are.
+
+    It is allowed to fail, and counts no version as tested.
+    """
+
+    name = "newest"
+    tests = "core"
+
+
+ALL = (*ROWS, Newest())
 CORE = ROOT / "tests" / "compat" / "core.txt"
 RESULTS = ROOT / "docs" / "generated" / "rows.json"
 PAGE = ROOT / "docs" / "generated" / "rows.md"
@@ -32,6 +47,7 @@ HEAD = """# Versions that planc is tested with
 Written by `make matrix`, or `make matrix ROWS=NAME` for one row. Each row is a set of versions,
 which `constraints/NAME.txt` pins; `core` is the files in `tests/compat/core.txt`. Where a version
 is installed that no row ran with, `planc check` says so ([PL744](../diagnostics/PL744.md)).
+`newest` has the newest releases, is allowed to fail, and counts no version as tested.
 
 | row | tests | run on | versions | passed | failed | skipped | minutes |
 | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -40,11 +56,16 @@ is installed that no row ran with, `planc check` says so ([PL744](../diagnostics
 
 def constraints_text(row):
     """The pins of a row: those of constraints.txt, but for its own versions."""
-    lines = [f"# The versions of row {row.name}; written by `make pages`."]
-    for line in (ROOT / "constraints.txt").read_text().splitlines()[1:]:
-        name = line.partition("==")[0]
-        lines.append(f"{name}=={row.pins[name]}" if name in row.pins else line)
-    return "\n".join(lines) + "\n"
+    head = f"# The versions of row {row.name}; written by `make pages`."
+    pins = dict(
+        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines()[1:]
+    )
+    if isinstance(row, Newest):
+        free = {*LIBRARIES, "huggingface_hub"}
+        pins = {name: version for name, version in pins.items() if name not in free}
+    else:
+        pins |= row.pins
+    return "\n".join([head, *(f"{name}=={version}" for name, version in pins.items())]) + "\n"
 
 
 def constraints_file(row):
@@ -59,7 +80,10 @@ def environment(row):
     if not (folder / ".ready").exists():
         venv.create(folder, with_pip=True, clear=True)
         pins = ["--quiet", "--constraint", constraints_file(row)]
-        for what in (["torch"], ["--editable", f"{ROOT}[dev]"]):
+        wanted = [["torch"], ["--editable", f"{ROOT}[dev]"]]
+        if isinstance(row, Newest):  # last: pip warns that planc's bounds do not admit them
+            wanted.append(["--upgrade", *LIBRARIES])
+        for what in wanted:
             subprocess.run([python, "-m", "pip", "install", *pins, *what], check=True)
         (folder / ".ready").touch()
     return python
@@ -113,7 +137,7 @@ def counts(report):
 def page(results):
     """The page of all rows, those that never ran included."""
     lines = []
-    for row in ROWS:
+    for row in ALL:
         found = results.get(row.name)
         if found is None:
             lines.append(f"| {row.name} | {row.tests} | never | | | | | |")
@@ -132,12 +156,18 @@ def page(results):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("command", choices=("run", "page", "constraints"))
+    parser.add_argument("command", choices=("run", "page", "constraints", "names"))
     parser.add_argument("rows", nargs="*", help="names; by default all")
     parser.add_argument("--python", help="of an environment that is there already")
     parser.add_argument("--core", action="store_true", help="of the tests, for a row of all too")
     asked = parser.parse_args()
-    rows = [row for row in ROWS if not asked.rows or row.name in asked.rows]
+    unknown = {*asked.rows} - {row.name for row in ALL}
+    if unknown:
+        parser.error(f"no row {', '.join(unknown)}; there are {', '.join(r.name for r in ALL)}")
+    rows = [row for row in ALL if not asked.rows or row.name in asked.rows]
+    if asked.command == "names":  # as JSON, for a matrix of jobs
+        print(json.dumps([row.name for row in rows if row in ROWS]))
+        return 0
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for row in rows:
         if asked.command == "constraints":
@@ -147,7 +177,8 @@ def main():
             results[row.name] = run(row, python, "core" if asked.core else row.tests)
             RESULTS.write_text(json.dumps(results, indent=2) + "\n")
     PAGE.write_text(page(results))
-    return int(any(results[row.name]["failed"] for row in rows if row.name in results))
+    counted = (row.name for row in rows if row.name in results and row in ROWS)
+    return int(any(results[name]["failed"] for name in counted))
 
 
 if __name__ == "__main__":

@@ -47,6 +47,14 @@ def test_constraints_of_a_row_are_written(row):
     assert all(f"\n{name}=={version}\n" in text for name, version in row.pins.items())
 
 
+def test_the_newest_versions_are_free():
+    newest = matrix.ALL[-1]
+    text = matrix.constraints_file(newest).read_text()
+    assert text == matrix.constraints_text(newest)
+    assert not re.search(r"^(torch|transformers|huggingface_hub)==", text, re.M)
+    assert "\npeft==" in text
+
+
 def test_bounds_admit_the_rows_and_no_other_minor_version_of_torch():
     found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     bounds = {(r := Requirement(text)).name: r.specifier for text in found}
