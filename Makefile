@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(abspath $(VENV))/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test costs matrix compare quick outputs processes fp8 lint bench estimate gpu peaks mutants mutation scripts silent fuzz coverage axes options cluster docs pages clean
+.PHONY: help demo test costs matrix compare wheel tag vsix quick outputs processes fp8 lint bench estimate gpu peaks mutants mutation scripts silent fuzz coverage axes options cluster docs pages clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
@@ -39,6 +39,23 @@ processes: $(VENV)/.ready  ## numerics of all plans and options on four gloo pro
 ROWS ?=
 matrix: $(VENV)/.ready  ## the tests on each set of versions, in environments of their own, and a page of docs (hours; ROWS="torch-2.13-transformers-5.24" for some)
 	$(BIN)/python tests/compat/matrix.py run $(ROWS)
+
+VERSION = $(shell sed -n 's/^VERSION = "\(.*\)"/\1/p' planc/files/version.py)
+wheel: $(VENV)/.ready  ## dist/: a wheel and an archive of the sources, the same bytes for the same commit, and their tests
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
+	$(BIN)/python -m pytest -m '' tests/repository/test_packaging.py tests/repository/test_release.py
+
+tag:  ## tags the last commit with the version in planc/files/version.py, if the changelog begins with it
+	git diff --quiet HEAD || (echo "commit first"; exit 1)
+	grep --max-count 1 '^## ' docs/CHANGELOG.md | grep --line-regexp --quiet '## $(VERSION)' || (echo "docs/CHANGELOG.md does not begin with $(VERSION)"; exit 1)
+	git tag --annotate v$(VERSION) --message 'planc $(VERSION)'
+
+vsix:  ## dist/planc.vsix, the extension for VS Code (npm)
+	mkdir -p build dist
+	rm -rf build/vscode
+	cp -r grammars/vscode build/vscode  # what npm installs beside it would become a part of the wheel
+	cd build/vscode && npm install --no-audit --no-fund --no-package-lock && npx --yes @vscode/vsce package --allow-missing-repository --skip-license --out ../../dist/planc.vsix
 
 NEW ?=
 compare: $(VENV)/.ready  ## what a release changes of what planc uses: names, models, distributed/ (NEW=transformers==5.24.0)

@@ -10,7 +10,10 @@ import sys
 import venv
 import zipfile
 from importlib import metadata
+from pathlib import Path
 
+import console
+import numpy
 import pytest
 from console import call
 from folders import ROOT
@@ -117,6 +120,33 @@ def test_planc_without_torch(environment, tmp_path, monkeypatch):
     assert planc("diff", "llama-3.1-8b", "a.json", "b.json").returncode == 1
     assert planc("diff", "gpt2", "a.json", "a.json").stdout == "No changes.\n"
     assert planc("verify", "llama-3.1-8b", "a.plan").returncode == 2
+
+
+@pytest.mark.slow
+def test_the_readme_outside_of_the_checkout(wheel, tmp_path, monkeypatch):
+    """Its commands print the same with the wheel. Other libraries are those of the tests."""
+    home, folder = tmp_path / "environment", tmp_path / "folder"
+    venv.create(home)
+    folder.mkdir()
+    [site] = home.glob("lib/python*/site-packages")
+    copied(NEEDED, site)
+    (site / "libraries.pth").write_text(f"{Path(numpy.__file__).parents[1]}\n")
+    pip = [sys.executable, "-m", "pip", "--python", home / "bin" / "python", "install", "-q"]
+    options = ["--no-deps", "--no-index", "--disable-pip-version-check", "--ignore-installed"]
+    done = run(*pip, *options, wheel, folder=folder)
+    assert done.returncode == 0, done.stderr
+    settings = {"PLANC_CACHE_DIR": str(tmp_path / "cache"), "COLUMNS": "100"}
+
+    def installed(*words, stdin=""):
+        assert not stdin
+        done = run(home / "bin" / "planc", *words, folder=folder, **settings)
+        return done.returncode, done.stdout, done.stderr
+
+    where = run(home / "bin" / "python", "-c", "import planc; print(planc.__file__)", folder=folder)
+    assert where.stdout.startswith(str(site))
+    monkeypatch.setattr(console, "call", installed)
+    page = (ROOT / "README.md").read_text()
+    assert console.played(page, folder) == page
 
 
 def packed(folder, monkeypatch):
