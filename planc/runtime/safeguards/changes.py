@@ -370,18 +370,14 @@ def _sharded_features(model: nn.Module, lowered: Lowered) -> set[nn.Module]:
             if isinstance(op.style, kind):
                 names |= {name.rpartition(".")[0] for name in op.modules.names()}
                 rowwise |= set(op.modules.names()) if kind is Rowwise else set()
+    modules = {plain_name(name): module for name, module in model.named_modules()}
     children = (
         (f"{parent}.{name}", child)
         for parent in parents[Colwise] & parents[Rowwise]
-        if parent
-        for name, child in _submodule(model, parent)
+        if parent and parent in modules
+        for name, child in modules[parent].named_children()
     )
     return {child for name, child in children if name not in rowwise}
-
-
-def _submodule(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    named = {plain_name(name): module for name, module in model.named_modules()}
-    yield from named[path].named_children() if path in named else ()
 
 
 def _places(shard: Any) -> Iterator[tuple[nn.Module, str]]:
