@@ -2,19 +2,20 @@
 
     python tests/bench/run.py [--repeat 7]
 
-Each ratio is against a reference that is measured beside it, turn by turn, so a busy machine
-slows both.
+Each ratio is against a reference that is measured beside it, in the same turn: a busy machine
+slows both. Commands are measured by their processor time, and a ratio is the median of those of
+the turns.
 """
 
 import argparse
 import importlib.util
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from rich.console import Console
@@ -61,26 +62,18 @@ def searches(folder):
 
 
 def timed(command, environment):
-    start = time.perf_counter()
+    """The seconds of processor time that a command takes."""
+    before = processor_time()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    seconds = time.perf_counter() - start
     if done.returncode:
         sys.exit(f"{command} gave {done.returncode}:\n{done.stdout}{done.stderr}")
-    return seconds
+    return processor_time() - before
 
 
-# Shapes whose small models take longest, each with its plan: state spaces, experts, many kinds of
-# layer, towers, and diffusers, whose import alone takes three times as long as transformers'.
-WORST = {
-    "nemotron-h-8b": "nemotron_h",
-    "jamba-v0.1": "jamba",
-    "zamba2-2.7b": "zamba2",
-    "qwen3-next-80b-a3b": "qwen3_next",
-    "gemma-4-e4b": "gemma4",
-    "deepseek-v3": "deepseek_v3",
-    "flux.1-dev": "flux",
-}
-DIFFUSERS = {"flux.1-dev": "FluxTransformer2DModel"}
+def processor_time():
+    """The seconds of processor time of all processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def shaped(folder, layers):
@@ -92,8 +85,17 @@ def shaped(folder, layers):
     return path
 
 
+COMMANDS = [
+    ("check, warm, 405B, 16,384 ranks", "warm", "reference", 0.10),
+    ("check, warm, 405B, five axes", "five axes", "reference", 0.12),
+    ("check, cold, structure alone", "cold", "reference", 1.3),
+    ("check, warm, 65,536 ranks against 8", "65,536 ranks", "8 ranks", 1.2),
+    ("check, warm, 1,024 layers against 32", "1,024 layers", "32 layers", 1.1),
+]
+
+
 def commands(folder, repeat):
-    """Medians of whole processes, the contenders taking turns."""
+    """Yields the rows of whole processes, the contenders taking turns."""
     warm = {**os.environ, "PLANC_CACHE_DIR": str(folder / "warm")}
     warm.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
     five = [word for setting in FIVE for word in ("--set", setting)]
@@ -119,29 +121,40 @@ def commands(folder, repeat):
             taken = timed(*make())
             if turn:  # the first turn fills the caches
                 seconds[name].append(taken)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    for what, mine, reference, limit in COMMANDS:
+        yield what, *middle(zip(seconds[mine], seconds[reference], strict=True)), limit
+    yield "planc --help, against 0.10 s", statistics.median(seconds["help"]), 0.10, 1.0
+    yield "planc fmt, against 0.10 s", statistics.median(seconds["fmt"]), 0.10, 1.5
 
 
-def coldest(folder):
-    """The shape of `WORST` whose first check takes longest beside the import of its library.
+def middle(turns):
+    """The pair of seconds with the median ratio."""
+    ordered = sorted(turns, key=lambda pair: pair[0] / pair[1])
+    return ordered[len(ordered) // 2]
 
-    Returns:
-        The name, the seconds of the check and those of the import, of the better of two turns.
+
+SHAPES = sorted(path.stem for path in (PLANS / "models").glob("*.json"))
+
+
+def first_checks(folder, shapes):
+    """Yields the rows of the first check of every shipped shape, with two tensor ranks, each beside
+    the import of its library.
     """
     seconds = {}
-    for name, plan in WORST.items():
-        made = DIFFUSERS.get(name)
-        library = [*REFERENCE[:2], f"from diffusers import {made}"] if made else REFERENCE
-        words = ["check", name, plan, "--world-size", "8", "--set", "tp=2", "--format", "concise"]
-        turns = []
-        for _ in range(2):
-            fresh = {**os.environ, "PLANC_CACHE_DIR": tempfile.mkdtemp(dir=folder)}
-            fresh.pop("PYTHONDONTWRITEBYTECODE", None)
-            mine = timed([sys.executable, "-m", "planc", *words], fresh)
-            turns.append((mine, timed(library, fresh)))
-        seconds[name] = min(turns, key=lambda pair: pair[0] / pair[1])
+    for name in shapes:
+        values = json.loads((PLANS / "models" / f"{name}.json").read_text())
+        kind = values.get("_class_name")
+        library = [*REFERENCE[:2], f"from diffusers import {kind}"] if kind else REFERENCE
+        fresh = {**os.environ, "PLANC_CACHE_DIR": tempfile.mkdtemp(dir=folder)}
+        fresh.pop("PYTHONDONTWRITEBYTECODE", None)
+        words = ["check", name, "--world-size", "8", "--set", "tp=2", "--format", "concise"]
+        taken = timed([sys.executable, "-m", "planc", *words], fresh)
+        seconds[name] = taken, timed(library, fresh)
+        print(f"{name}: {taken:.2f} s, {taken / seconds[name][1]:.2f}", file=sys.stderr)
     worst = max(seconds, key=lambda name: seconds[name][0] / seconds[name][1])
-    return worst, *seconds[worst]
+    yield f"check, cold, the worst shape: {worst}", *seconds[worst], 2.0
+    what = f"check, cold, the median of {len(seconds)} shapes"
+    yield what, *middle(seconds.values()), 1.4
 
 
 def applied(repeat):
@@ -285,24 +298,12 @@ def main():
     parser.add_argument("--repeat", type=int, default=7)
     repeat = parser.parse_args().repeat
     with tempfile.TemporaryDirectory() as folder:
-        median = commands(Path(folder), repeat)
-        worst, slow, library = coldest(Path(folder))
+        numbers = [*commands(Path(folder), repeat), *first_checks(Path(folder), SHAPES)]
         searched = searches(Path(folder))
     hand, ours = (applied(repeat)[k] for k in ("hand", "planc"))
-    rows = [
-        ("check, warm, 405B, 16,384 ranks", "warm", "reference", 0.10),
-        ("check, warm, 405B, five axes", "five axes", "reference", 0.12),
-        ("check, cold, structure alone", "cold", "reference", 1.3),
-        ("check, warm, 65,536 ranks against 8", "65,536 ranks", "8 ranks", 1.2),
-        ("check, warm, 1,024 layers against 32", "1,024 layers", "32 layers", 1.1),
-    ]
     table = Table(title=f"planc bench, medians of {repeat}")
     for heading in ("what", "seconds", "reference", "ratio", "limit", ""):
         table.add_column(heading, justify="left" if heading == "what" else "right")
-    numbers = [(w, median[a], median[b], limit) for w, a, b, limit in rows]
-    numbers.append((f"check, cold, the worst shape: {worst}", slow, library, 2.0))
-    numbers.append(("planc --help, against 0.10 s", median["help"], 0.10, 1.0))
-    numbers.append(("planc fmt, against 0.10 s", median["fmt"], 0.10, 1.5))
     numbers.append(("apply, 126 layers, 64 ranks, meta, against torch by hand", ours, hand, 1.05))
     for name in ("llama-3.1-70b", "deepseek-v3"):
         first = searched[name, "first"]

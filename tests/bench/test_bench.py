@@ -1,5 +1,6 @@
 """What `make bench` counts, where a count can be held exactly: no test is timed."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -9,6 +10,44 @@ from pathlib import Path
 import pytest
 
 STEPS = Path(__file__).parent / "steps.py"
+
+
+@pytest.fixture
+def bench():
+    """The module of `make bench`."""
+    spec = importlib.util.spec_from_file_location("bench_run", STEPS.with_name("run.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_ratio_is_of_one_turn(bench):
+    """A machine that is three times as slow in one turn slows both sides of its pair."""
+    assert bench.middle([(1.0, 10.0), (3.3, 30.0), (1.2, 10.0)]) == (3.3, 30.0)
+
+
+def test_every_shipped_shape_is_checked_cold(bench, tmp_path, monkeypatch):
+    """Each beside the import of the library that its model comes from, with an empty cache."""
+    caches, imports = [], []
+
+    def timed(command, environment):
+        if "check" not in command:
+            imports.append(command[2])
+            return 2.0
+        caches.append(environment["PLANC_CACHE_DIR"])
+        return {"gemma-3-4b": 9.0, "flux.1-dev": 3.0}.get(command[4], 2.6)
+
+    monkeypatch.setattr(bench, "timed", timed)
+    worst, median = bench.first_checks(tmp_path, bench.SHAPES)
+    assert worst == ("check, cold, the worst shape: gemma-3-4b", 9.0, 2.0, 2.0)
+    assert median == (f"check, cold, the median of {len(bench.SHAPES)} shapes", 2.6, 2.0, 1.4)
+    assert len(bench.SHAPES) > 100 and len({*caches}) == len(bench.SHAPES)
+    assert "from diffusers import FluxTransformer2DModel" in imports
+
+
+def test_processor_time_is_that_of_the_command(bench):
+    work = "import time\nwhile time.process_time() < 0.3: pass\ntime.sleep(0.3)"
+    assert 0.3 <= bench.timed([sys.executable, "-c", work], dict(os.environ)) < 0.5
 
 
 def counted(*words):
