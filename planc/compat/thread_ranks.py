@@ -8,7 +8,10 @@ with private_names("torch"):
     from torch.testing._internal.distributed.multi_threaded_pg import Collective, ret_work
 
 require("torch", _distributed_c10d, "_set_thread_isolation_mode")
-require("torch", multi_threaded_pg, "_install_threaded_pg", "_uninstall_threaded_pg")
+require(
+    *("torch", multi_threaded_pg, "_install_threaded_pg", "_uninstall_threaded_pg"),
+    "_store_based_barrier",
+)
 require(
     *("torch", multi_threaded_pg.ProcessLocalGroup, "_start_coll", "_terminate"),
     *("exception_handle", "reset"),

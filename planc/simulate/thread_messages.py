@@ -10,28 +10,33 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import distributed
 
-_POLL = 0.05  # seconds between two looks whether the run has ended
+from planc.simulate.turns import Turns
+
+
+class _Run(NamedTuple):
+    """The process group of a run, what its threads wait for, and whose turn it is."""
+
+    groups: Any
+    waits: dict[int, Any]
+    turns: Turns
 
 
 class _Channel:
     """The messages of one pair of ranks in one group, in order."""
 
     def __init__(self) -> None:
-        self.arrival = threading.Condition()
         self.sent: dict[int, torch.Tensor] = {}
         self.count = self.posted = 0
 
     def put(self, tensor: torch.Tensor) -> None:
-        with self.arrival:
-            self.sent[self.count] = tensor
-            self.count += 1
-            self.arrival.notify_all()
+        self.sent[self.count] = tensor
+        self.count += 1
 
 
 class _Receive(distributed.Work):  # type: ignore[misc]
@@ -41,9 +46,9 @@ class _Receive(distributed.Work):  # type: ignore[misc]
 
     _count, _world_size = 1, 2
 
-    def __init__(self, channel: _Channel, tensor: torch.Tensor, groups: Any, waits: Any) -> None:
+    def __init__(self, channel: _Channel, tensor: torch.Tensor, run: _Run) -> None:
         super().__init__()
-        self.channel, self.tensor, self.groups, self.waits = channel, tensor, groups, waits
+        self.channel, self.tensor, self.run = channel, tensor, run
         self.number, channel.posted = channel.posted, channel.posted + 1
         self.taken = False
 
@@ -54,25 +59,24 @@ class _Receive(distributed.Work):  # type: ignore[misc]
     def wait(self, timeout: Any = None) -> bool:
         if self.taken:
             return True
-        self.waits[threading.get_ident()] = self
+        ended, waits = self.run.groups._terminate, self.run.waits
+        waits[threading.get_ident()] = self
         try:
-            with self.channel.arrival:
-                while self.number not in self.channel.sent:
-                    if self.groups._terminate.is_set():
-                        sys.exit("another rank has raised")
-                    self.channel.arrival.wait(_POLL)
-                found = self.channel.sent.pop(self.number)
-                self.taken = True
+            self.run.turns.wait(lambda: self._done or ended.is_set())
+            if not self._done:
+                sys.exit("another rank has raised")
+            self.taken, found = True, self.channel.sent.pop(self.number)
         finally:
-            self.waits.pop(threading.get_ident(), None)
+            waits.pop(threading.get_ident(), None)
         with torch.no_grad():
             self.tensor.detach().copy_(found)
         return True
 
 
 @contextmanager
-def messages(groups: Any, waits: dict[int, Any]) -> Iterator[None]:
+def messages(groups: Any, waits: dict[int, Any], turns: Turns) -> Iterator[None]:
     """Gives the process group of threads `send` and `recv`; `waits` tells what threads wait for."""
+    run = _Run(groups, waits, turns)
     from planc.compat.thread_ranks import ret_work
 
     lock = threading.Lock()
@@ -89,7 +93,7 @@ def messages(groups: Any, waits: dict[int, Any]) -> Iterator[None]:
 
     def recv(group: Any, tensors: list[torch.Tensor], source: int, _tag: int = 0) -> Any:
         (tensor,) = tensors
-        return _Receive(channel(group, source, group._rank), tensor, groups, waits)
+        return _Receive(channel(group, source, group._rank), tensor, run)
 
     def batch(ops: list[Any]) -> list[Any]:
         """`batch_isend_irecv`, which asks the group for a backend that threads do not have."""

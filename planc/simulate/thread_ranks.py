@@ -26,11 +26,13 @@ from planc.compat.dtensor import _redistribute
 from planc.simulate.random_numbers import RankGenerators
 from planc.simulate.shared_propagation import shared_propagation
 from planc.simulate.thread_messages import messages
+from planc.simulate.turns import Turns
 
 _POLL = 0.05  # seconds between two looks at the threads
 _LOOKS = 5  # looks at which ranks wait, after another one has failed, until they are given up
 _GRACE = 2.0  # seconds for waiting threads to end after another one has failed
 
+_PATIENCE = 10  # looks at a rank that takes no processor time, until another one runs beside it
 _IDLE = 60.0  # seconds after which ranks are given up that take no processor time
 _IDLE_SHARE = 0.005  # of a processor, below which ranks take none: a busy machine leaves more
 
@@ -89,24 +91,26 @@ def _run_threads(
     ranks: Iterable[int], group: dict[str, Any], program: Callable[[int], None], seconds: float
 ) -> RankFailure | None:
     """Runs a program once for each rank; `group` are arguments of `init_process_group`."""
-    failures = list[RankFailure]()
+    failures, turns = list[RankFailure](), Turns()
 
     def body(rank: int) -> None:
         try:
-            distributed.init_process_group(rank=rank, **group)
-            program(rank)
+            with turns.turn():
+                distributed.init_process_group(rank=rank, **group)
+                program(rank)
         except Exception as error:
             failures.append(RankFailure(error=error, rank=rank))
         except SystemExit:  # another rank has raised, and this one waited for it
             pass
 
-    with _install_threads() as (groups, waits):
+    with _install_threads(turns) as (groups, waits):
         threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in ranks]
         for thread in threads:
             thread.start()
-        stopped = _join(threads, waits, failures, _Limit(seconds, _IDLE))
+        stopped = _join(threads, waits, failures, _Limit(seconds, _IDLE), turns)
         if stopped:
             _end_collectives(groups)
+            turns.end()
             for thread in threads:
                 thread.join(_GRACE)
     return failures[0] if failures else stopped
@@ -170,7 +174,7 @@ def without_logs() -> Iterator[None]:
 
 
 @contextmanager
-def _install_threads() -> Iterator[tuple[Any, dict[int, Any]]]:
+def _install_threads(turns: Turns) -> Iterator[tuple[Any, dict[int, Any]]]:
     """Installs the process group of threads.
 
     Yields:
@@ -192,8 +196,9 @@ def _install_threads() -> Iterator[tuple[Any, dict[int, Any]]]:
             warnings.catch_warnings(),
             without_logs(),
             mock.patch.object(groups, "_start_coll", _match_collectives(groups)),
-            mock.patch.object(multi_threaded_pg.Collective, "join", _joining(waits)),
-            messages(groups, waits),
+            mock.patch.object(multi_threaded_pg.Collective, "join", _joining(groups, waits, turns)),
+            mock.patch.object(multi_threaded_pg, "_store_based_barrier", _pausing(turns)),
+            messages(groups, waits, turns),
             # collectives are done when they return; torch warns at exit of those not waited for
             mock.patch.object(_functional_collectives, "_maybe_wrap_tensor", _wait),
             mock.patch.object(torch.random, "default_generator", RankGenerators()),
@@ -208,20 +213,47 @@ def _install_threads() -> Iterator[tuple[Any, dict[int, Any]]]:
         isolate(False)
 
 
-def _joining(waits: dict[int, Any]) -> Callable[[Any, int, Any], Any]:
-    """`Collective.join`, which notes the collective while its thread is in it."""
-    from planc.compat.thread_ranks import Collective
+def _joining(groups: Any, waits: dict[int, Any], turns: Turns) -> Callable[[Any, int, Any], Any]:
+    """`Collective.join`, which notes the collective while its thread is in it, and hands on the
+    thread's turn where it waits.
+    """
+    from planc.compat.thread_ranks import ret_work
 
-    join = Collective.join
+    def join(collective: Any, rank: int, data: Any) -> Any:
+        with collective._start_cond:
+            collective._data[rank] = data
+            collective._count += 1
 
-    def noted(collective: Any, rank: int, data: Any) -> Any:
+        def ready() -> bool:
+            complete = collective._done if rank else collective._count == collective._world_size
+            return bool(complete or groups._terminate.is_set())
+
         waits[threading.get_ident()] = collective
         try:
-            return join(collective, rank, data)
+            turns.wait(ready)
+            if groups._terminate.is_set():
+                sys.exit("another rank has raised")
+            if rank == 0:
+                collective._collective.work(collective._data)
+                collective._done = True
+            return ret_work(data)
         finally:
             waits.pop(threading.get_ident())
 
-    return noted
+    return join
+
+
+def _pausing(turns: Turns) -> Callable[..., None]:
+    """The wait for all ranks of a new group in its store, without a turn."""
+    from planc.compat.thread_ranks import multi_threaded_pg
+
+    barrier = multi_threaded_pg._store_based_barrier
+
+    def wait(*args: Any, **kwargs: Any) -> None:
+        with turns.pause():
+            barrier(*args, **kwargs)
+
+    return wait
 
 
 def _wait(tensor: torch.Tensor) -> torch.Tensor:
@@ -250,6 +282,7 @@ def _join(
     waits: Mapping[int, Any],
     failures: list[RankFailure],
     limit: _Limit,
+    turns: Turns,
 ) -> RankFailure | None:
     """Waits for the threads; returns why they were given up (`waits` has their collectives), None
     if they ended. After a failure others run on to where they wait, so that more is known.
@@ -259,6 +292,8 @@ def _join(
         alive[0].join(_POLL)
         if late := limit.failure():
             return late
+        if limit.looks and limit.looks % _PATIENCE == 0:
+            turns.add(1)  # the rank whose turn it is waits for another by its own means
         idle = idle + 1 if failures and all(t.ident in waits for t in alive) else 0
         if idle == _LOOKS:
             return RankFailure(message="a rank failed")
