@@ -101,12 +101,12 @@ def test_the_site_has_every_page():
 
 
 def test_the_demo_as_it_ran(tmp_path, monkeypatch, request):
-    """What docs/demo/transcript.md shows of `make demo`: planc's commands, not the training."""
+    """What docs/generated/demo.md shows of `make demo`: planc's commands, not the training."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    page = ROOT / "docs" / "demo" / "transcript.md"
+    page = ROOT / "docs" / "generated" / "demo.md"
     before, fence, demo = page.read_text().partition("```text\n== ")
     new = DEMO.sub(lambda match: f"$ {match[1]}\n{run(match[1], ROOT).rstrip()}", demo)
     new = with_rounding_of(demo, new)
@@ -115,6 +115,17 @@ def test_the_demo_as_it_ran(tmp_path, monkeypatch, request):
         page.write_text(f"{before}{fence}{new}")
         return
     assert new == demo, f"run pytest {os.path.relpath(__file__, ROOT)} --update and read the change"
+
+
+def words_of(page):
+    return len(page.read_text().split())
+
+
+def test_pages_are_short():
+    """Generated pages and those of diagnostics are looked up, not read from top to bottom."""
+    read = [p for p in DOCS.rglob("*.md") if not {"diagnostics", "generated"} & {*p.parts}]
+    assert sum(map(words_of, read)) <= 60_000
+    assert not [p.name for p in (DOCS / "how-to").glob("*.md") if words_of(p) > 900]
 
 
 def test_the_language_pages_show_every_construct():
