@@ -23,7 +23,7 @@ COMMANDS = {
     "diff": "compare two lowered plans",
     "why": "show which lines decide a module or a parameter",
     "show": "draw a plan as a page: its mesh, modules, memory and lines",
-    "verify": "prove a plan on real processes, with a small model",
+    "verify": "prove a plan on real processes, with a proxy model",
     "launch": "write the file that starts a plan on a cluster",
     "preflight": "check the nodes of a job, before it trains",
     "hang": "say which ranks of a run that hangs wait where, and for whom",
@@ -42,7 +42,7 @@ HAVE_NO_CPU_MODELS = {"fmt", "explain", "completion", "list", "preflight"}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 clean, 1 findings, 2 could not run."""
     gc.set_threshold(50_000, 20, 20)  # what is imported and parsed stays until the end
-    # what the libraries warn of while a small model runs is not about the user's model
+    # what the libraries warn of while a proxy model runs is not about the user's model
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:

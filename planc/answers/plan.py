@@ -299,7 +299,7 @@ def verify(
     precision: bool = False,
     allow_code: bool = False,
 ) -> Proof:
-    """Proves a plan on real processes of this machine, with a small model of the family.
+    """Proves a plan on real processes of this machine, with a proxy model of the family.
 
     Args:
         model, plan: as for `check`, by name: the processes build the model themselves.

@@ -83,7 +83,7 @@ def check(plan: Plan, facts: Facts, sink: Sink, *, bare: tuple[Plan, Facts] | No
     Args:
         plan: the elaborated plan, with its adapters applied.
         facts: the model that the plan was elaborated for, with the plan's adapters in it.
-        bare: both without adapters; None for a small model, whose stated layouts are judged with
+        bare: both without adapters; None for a proxy model, whose stated layouts are judged with
             the real one's.
         sink: receives PL15x and PL16x (style targets, pairs and norms), PL18x (adapters), PL2xx
             (shapes and parameters), PL35x (axes), PL4xx (composition), PL56x (pipelines) and PL68x

@@ -38,7 +38,7 @@ def expert_parallel(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 
 def _not_experts(rule: ExpertRule, plan: Plan) -> tuple[str, *tuple[Label, ...]] | None:
-    """Why the experts of these modules cannot be divided, and what is to blame."""
+    """The reason why ranks cannot hold different experts of the modules, and the lines at fault."""
     module, name = rule.modules.module, f"`{rule.modules}`"
     if expert_count(module) is None:
         own = ", ".join(f"{p.name} {list(p.shape)}" for p in module.parameters[:2])

@@ -29,7 +29,7 @@ def loss_head(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 
 def _not_a_head(rule: LossRule, plan: Plan) -> tuple[str, *tuple[Label, ...]] | None:
-    """Why the loss cannot be computed in these modules, and what is to blame."""
+    """The reason why the loss cannot be computed in these modules, and the lines at fault."""
     name = f"`{rule.modules}`"
     if rule.modules.module.kind != "linear" or len(list(rule.modules.names())) > 1:
         return (f"{name} is not one linear layer",)

@@ -42,7 +42,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--level",
         choices=LEVELS,
         default="flow",
-        help="structure skips the simulated run of a small model (flow); order also runs each rank "
+        help="structure skips the simulated run of a proxy model (flow); order also runs each rank "
         "of a small mesh alone, and looks whether the collectives of all fit together",
     )
     parser.add_argument(
@@ -50,7 +50,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         type=shared_arguments.seconds,
         default=SECONDS,
-        help="of processor time for each simulated run of a small model (default 300)",
+        help="of processor time for each simulated run of a proxy model (default 300)",
     )
     parser.add_argument("--fix", action="store_true", help="correct misspelled names in the plans")
     parser.add_argument("--watch", action="store_true", help="check again when a plan changes")

@@ -32,7 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     sink = Sink()
-    with output.waiting(f"training a small model on {options.processes} processes"):
+    with output.waiting(f"training a proxy model on {options.processes} processes"):
         try:
             proof = verify(
                 options.model,

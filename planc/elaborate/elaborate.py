@@ -61,7 +61,7 @@ def elaborate(
     Args:
         sink: receives PL01x, PL1xx (names), PL3xx (mesh) and PL650 (family).
         settings: `name=value` for options and mesh axes.
-        sizes: where a small model stands for this one, the source of the numbers in arguments. All
+        sizes: where a proxy model stands for this one, the source of the numbers in arguments. All
             else is decided as without it: conditions, selectors, `auto`.
 
     Returns:

@@ -42,7 +42,7 @@ class Definition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The facts of a small model and the sizes of its mesh, for the numbers in arguments."""
+    """The facts of a proxy model and the sizes of its mesh, for the numbers in arguments."""
 
     facts: Facts
     axes: Mapping[str, int]
@@ -57,10 +57,10 @@ class Scope:
         evaluate: the evaluator, passed in because it needs a scope itself.
         solve: sizes the mesh the first time an axis is looked up.
         kept: the dtype of a parameter after `load`, once the load section was read.
-        sized: where a small model stands for this one, the scope of the numbers in arguments.
+        sized: where a proxy model stands for this one, the scope of the numbers in arguments.
         decides: in a `sized` scope, the scope of the real model, which decides every condition.
         replaced_axes: optional axes of a mesh that another one replaces; each counts as 1.
-        small: in a `sized` scope, the facts of the small model.
+        small: in a `sized` scope, the facts of the proxy model.
         parent: while a rule is read, the module that `parent` is there.
     """
 
@@ -82,7 +82,7 @@ class Scope:
     _pending: list[str] = field(default_factory=list)
 
     def sized_by(self, sizes: Sizes, mesh: Mesh) -> Scope:
-        """A scope with the numbers of a small model and mesh; conditions keep those of this one."""
+        """A scope with the numbers of a proxy model and mesh; conditions keep those of this one."""
         small = mesh.resized(sizes.axes)
         return replace(
             self,

@@ -1,7 +1,7 @@
 """Layouts that follow from how a plan splits weights: IR -> IR, for tensor sections with the
 setting `sequence`.
 
-Inference runs on the data flow of a small model, whose blocks stand for the real ones: those of a
+Inference runs on the data flow of a proxy model, whose blocks stand for the real ones: those of a
 list that have the same kind and the same rules, the first and the last one apart. What is inferred
 is structural (places and dims); the one number, `mla_kv`'s, is computed from the real modules. The
 proof does not know which rule was inferred.
@@ -36,11 +36,11 @@ from planc.ops.styles import (
 from planc.proxy.flow import FlowSource, flow_of, flow_source
 
 Recorded = tuple[FlowSource, StandInModel, tuple[TensorRule, ...], DataFlow]
-"""A small model, how it stands for the real one, the rules on it, and its data flow."""
+"""A proxy model, how it stands for the real one, the rules on it, and its data flow."""
 NO_TOKENS = "planc knows a sequence by its token ids, and this model takes none"
 """Why no hidden states of a model of sound are parts of the sequence."""
 _DEPTHS = (2, 6, 10, 16)
-"""The least numbers of layers of the small models that are tried."""
+"""The least numbers of layers of the proxy models that are tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +235,7 @@ class _Section:
             )
 
     def recorded(self, own: tuple[TensorRule, ...]) -> Recorded | Unrepresented | str:
-        """The shallowest small model whose blocks stand for all real ones, the rules on it, and its
+        """The shallowest proxy model whose blocks stand for all real ones, the rules on it, and its
         data flow, remembered with the facts: a search tries many plans with the same rules; or why
         there is none.
         """
@@ -320,7 +320,7 @@ class _Section:
 
     def _in_part(self, flow: DataFlow, layouts: Layouts) -> None:
         """Says where hidden states are not parts of the sequence, and why."""
-        some = f"parts of the sequence in {layouts.parts} of {layouts.sums} sums of the small model"
+        some = f"parts of the sequence in {layouts.parts} of {layouts.sums} sums of the proxy model"
         reasons = dict.fromkeys(_lines(flow, layouts.why))
         self.sink.info(
             "PL527",

@@ -1,7 +1,7 @@
-"""The decisions of the real plan on a small model, whose layers stand for real ones.
+"""The decisions of the real plan on a proxy model, whose layers stand for real ones.
 
 A plan is elaborated for the real model on the real mesh. Here each of its sets of modules becomes
-the set of small modules that stand for them, so that the small model is run under the rules that
+the set of small modules that stand for them, so that the proxy model is run under the rules that
 the real model will run under. What no small module stands for cannot be proved.
 """
 
@@ -35,7 +35,7 @@ Rules = frozenset[tuple[Span, tuple[Any, ...]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unrepresented:
-    """Why no small model decides a plan, and the lines that act on what nothing stands for."""
+    """Why no proxy model decides a plan, and the lines that act on what nothing stands for."""
 
     reason: str
     origins: tuple[Span, ...] = ()
@@ -74,7 +74,7 @@ def stand_in(
     kept: Mapping[int, Sequence[tuple[int, ...]]],
     sizes: Mapping[str, int],
 ) -> ir.Plan | Unrepresented:
-    """A plan, with the numbers of a small model, on that model's modules and a small mesh's sizes;
+    """A plan, with the numbers of a proxy model, on that model's modules and a small mesh's sizes;
     `kept` are the real layers that the small ones stand for (`Shrunk.kept`).
     """
     state = StandInModel(plan, facts, small, kept)
@@ -91,7 +91,7 @@ def stand_in(
     acting = {node.origin for node, _ in made.acting}
     for node, modules in plan.acting:
         if node.origin not in acting:
-            state.lacks(f"the small model has nothing that stands for `{modules}`", node.origin)
+            state.lacks(f"the proxy model has nothing that stands for `{modules}`", node.origin)
     return state.problems[0] if state.problems else made
 
 
@@ -150,7 +150,7 @@ def _pipeline(plan: ir.Plan, state: StandInModel) -> ir.PipelineRule | None:
     layers = state.blocks_of(op.blocks)
     bounds = [sum(layer < first for layer in layers) for first in op.bounds]
     if not found or any(one >= two for one, two in pairwise(bounds)):
-        state.lacks(f"the small model has too few blocks for {op.stages} stages", rule.origin)
+        state.lacks(f"the proxy model has too few blocks for {op.stages} stages", rule.origin)
         return None
     made = replace(
         op,
@@ -215,7 +215,7 @@ class StandInModel:
         if not found and self.ends:
             found = self._by_kind(kinds, [own - _ENDS for own in rules], there)
         if not found:
-            text = f"which blocks of `{at}` the small model has is not known"
+            text = f"which blocks of `{at}` the proxy model has is not known"
             self.lacks(text, *_differing(rules, rules))
             return ()
         classes = list(zip(kinds, rules, strict=True))
@@ -252,7 +252,7 @@ class StandInModel:
         if unseen is None and any(len(some) < 2 for some in self._even.get(at.path, ())):
             unseen = 0
         if unseen is not None:
-            text = f"no layer of the small model stands for `{at}[{unseen}]`"
+            text = f"no layer of the proxy model stands for `{at}[{unseen}]`"
             self.lacks(text, *(origin for origin, _ in classes[unseen][1]))
 
     def alike(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -316,9 +316,9 @@ class StandInModel:
             return
         seen = {classes[i] for i in found}
         alone = next((i for i, one in enumerate(classes) if one not in seen), None)
-        text = f"no layer of the small model stands for `{at}[{alone}]`"
+        text = f"no layer of the proxy model stands for `{at}[{alone}]`"
         if alone is None:
-            text = f"the blocks of `{at}` follow each other otherwise in the small model"
+            text = f"the blocks of `{at}` follow each other otherwise in the proxy model"
         every = [rules for _, rules in classes]
         blamed = every if alone is None else [every[alone]]
         self.lacks(text, *_differing(blamed, every))
@@ -344,7 +344,7 @@ class StandInModel:
         if not found and at.module.parameter(name):
             found = [at.module]  # the last part of a path may be a parameter's name
         if not found:
-            self.lacks(f"`{at}` of the small model has no `{name}`", origin)
+            self.lacks(f"`{at}` of the proxy model has no `{name}`", origin)
         yield from (Modules((*at.path, name), module) for module in found)
 
     def _entries(
@@ -361,7 +361,7 @@ class StandInModel:
             chosen = _by_structure(at).get(made[0], Indices(0))
         else:
             chosen = Indices(0)
-            text = f"`{real}` has {there:,} entries, and the small model {here:,}"
+            text = f"`{real}` has {there:,} entries, and the proxy model {here:,}"
             self.lacks(f"{text}: which of them stand for `{wanted}` is not known", origin)
         yield from at.entries_in(chosen)
 

@@ -121,7 +121,7 @@ COUNTS = {
     "num_shared_experts": 1,
     "moe_num_shared_experts": 1,  # aria, ernie4_5_moe, ernie4_5_vl_moe
 }
-"""Counts of experts or groups, and their largest value in a small model."""
+"""Counts of experts or groups, and their largest value in a proxy model."""
 
 POSITIONS = frozenset({"max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"})
 LIMITS = {
@@ -157,7 +157,7 @@ LIMITS = {
     "router_hidden_size": 32,  # zaya
     "encoder_hash_byte_group_vocab": 64,  # blt
 }
-"""Sizes that need not be divisible by anything, and their largest value in a small model."""
+"""Sizes that need not be divisible by anything, and their largest value in a proxy model."""
 
 STAGES = ("stage_names", "out_features", "out_indices")
 """The layers of a backbone by name, and those that it returns."""

@@ -1,7 +1,7 @@
 """The data flow of a model: which module's output goes into which module's input, and what the
 model's code does with tensors between them.
 
-It is recorded in one plain forward of a small model (`proxy/record_flow.py`) and cached with
+It is recorded in one plain forward of a proxy model (`proxy/record_flow.py`) and cached with
 the module table, so what reads it imports no torch. Nothing of a plan is in it: one recording
 serves every plan and every setting.
 """

@@ -1,7 +1,7 @@
 """Packages whose kernels run on GPUs alone.
 
 transformers calls them in the place of its own functions wherever they can be imported, whatever
-device a tensor is on: a small model on a CPU would not run.
+device a tensor is on: a proxy model on a CPU would not run.
 """
 
 import sys

@@ -109,7 +109,7 @@ def layer_columns(at: Modules, facts: Facts, named: Facts) -> list[tuple[str, li
 def entry_kinds(at: Modules, facts: Facts, named: Facts) -> dict[int, Kind]:
     """The kind of each entry of a block list; arguments as of `layer_columns`.
 
-    Only lists of words or truths count: a number can be another one in a small model.
+    Only lists of words or truths count: a number can be another one in a proxy model.
     """
     columns = [c for _, c in layer_columns(at, facts, named) if isinstance(c[0], str | bool)]
     more = _by_features(at, facts)

@@ -10,7 +10,7 @@ from planc.proxy.flow import flow_of, flow_source
 from planc.runtime.leaks import DOCUMENTS, PADDING, leaks
 
 _LAYERS = 2
-"""The layers of the small model: units of one list are called alike."""
+"""The layers of the proxy model: units of one list are called alike."""
 
 
 def report_leaks(facts: Facts, lowered: Lowered, sink: Sink) -> None:

@@ -15,7 +15,7 @@ from planc.ops.styles import Sequence
 from planc.proof.responsible_rules import rule_labels, unit_labels
 from planc.simulate.outcome import LOSS_ALONE, Discrepancy, Outcome
 
-_SEEN = "seen on a small model, with all ranks simulated"
+_SEEN = "seen on a proxy model, with all ranks simulated"
 _OF_PARAMETERS = ("gradient", "partial", "missing", "norm", "parameter")
 _MOST = 8
 """The most findings of one kind."""

@@ -1,4 +1,4 @@
-"""The outcome of a small case, what is to blame for it, and the verdict that is kept."""
+"""The outcome of a proxy model under the plan, the lines at fault, and the stored verdict."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -40,7 +40,7 @@ def judge(
     try:
         builder = model.builder()
     except Exception as error:
-        return Outcome(verdict="unknown", reason=f"the small model cannot be built: {error}")
+        return Outcome(verdict="unknown", reason=f"the proxy model cannot be built: {error}")
     outcome = simulate(builder, lowered, quick=quick, draws=draws, section=section)
     choice = builder.choice
     outcome = replace(outcome, missing_inputs=choice.missing, lacks=choice.lacks)
@@ -55,8 +55,10 @@ def judge(
 def blamed(
     outcome: Outcome, compiled: Compiled, sizes: Mapping[str, int], parts: Collection[str]
 ) -> Outcome:
-    """A refuted outcome of the small mesh; the context section comes first where it is to blame,
-    that is, where all is right without the axes (`parts`) that split sequences.
+    """Attributes a refuted outcome of the small mesh to the context section, if that is at fault.
+
+    It is if the plan is right without the axes (`parts`) that shard the sequence. The outcome is
+    returned unchanged otherwise.
     """
     assert compiled.plan is not None
     whole = {axis: 1 if axis in parts else size for axis, size in sizes.items()}

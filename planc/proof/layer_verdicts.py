@@ -1,7 +1,7 @@
 """The kinds of layer of a model, and the verdict of layout flow on each.
 
 Blocks of one list are of the same kind if they have the same structure and the same entries in the
-configuration's per-layer lists (such as `layer_types`). The small model has one layer of each kind;
+configuration's per-layer lists (such as `layer_types`). The proxy model has one layer of each kind;
 its result holds for all of them.
 """
 
@@ -38,7 +38,7 @@ class LayerVerdict:
         return f"{self.modules} ({self.label})" if self.label else self.modules
 
 
-NOT_SPLIT = "it is not split, and the run of the small model does not reach it"
+NOT_SPLIT = "it is not split, and the run of the proxy model does not reach it"
 
 _Key = tuple[Any, ...]
 
@@ -49,7 +49,7 @@ class _Group(NamedTuple):
 
 
 def layer_verdicts(facts: Facts, small: Compiled, outcome: Outcome) -> tuple[LayerVerdict, ...]:
-    """The verdict on each kind of layer of a model, from a run of the small model."""
+    """The verdict on each kind of layer of a model, from a run of the proxy model."""
     if outcome.verdict not in ("proved", "refuted") or small.facts is None or small.plan is None:
         return ()
     groups = {key: group.modules for key, group in _groups(small.facts, facts)}
@@ -96,7 +96,7 @@ def _not_run(group: _Group, modules: Modules, plan: Plan, missing_inputs: str) -
 
 
 def _unreached_reason(missing_inputs: str) -> str:
-    reason = "the run of the small model does not reach it"
+    reason = "the run of the proxy model does not reach it"
     return f"{reason}: {missing_inputs}" if missing_inputs else reason
 
 
@@ -107,7 +107,7 @@ def _judge(modules: str, label: str, names: list[str], outcome: Outcome) -> Laye
     wrong = any(_is_in(first.subject, name) for name in names) if first else (worst or 0.0) > LIMIT
     reason = ""
     if not errors:
-        reason = "the small model has no such layer"
+        reason = "the proxy model has no such layer"
     elif first is not None and not wrong:
         reason = f"the model is wrong at {first.subject or 'its end'}, so this cannot be compared"
     elif None in errors and not wrong:
@@ -131,7 +131,7 @@ def _groups(facts: Facts, named: Facts) -> Iterator[tuple[_Key, _Group]]:
             original model, because in a small one any list can be as long as the layers.
     """
     for at in block_lists(facts.model):
-        # of equal entries one tells no layers apart, and a size is another one in a small model
+        # of equal entries one tells no layers apart, and a size is another one in a proxy model
         real = dict(layer_columns(at, named, named))
         columns = [
             (name, column)

@@ -158,7 +158,7 @@ class Verdict:
                 return f"layout flow ({other}{where}{sections})"
 
     def document(self) -> dict[str, Any]:
-        """The verdict as JSON data, without the modules of the small model."""
+        """The verdict as JSON data, without the modules of the proxy model."""
         found, made_with = self.outcome, cache.made_with()
         measured = self.verdict in ("proved", "refuted") and bool(found.modules)
         errors = {k: getattr(found, k) if measured else None for k in _ERRORS}
@@ -191,8 +191,8 @@ def flow(
         compiled: the plan for its model.
         strict: makes unknown (PL504) an error.
         allow_code: whether Python code that the plan or the model names may be run.
-        draft: what drafts a plan where no file is for the family. If given, what is to blame for a
-            refuted plan is searched for.
+        draft: drafts a plan if no file is for the family. If given, the lines at fault are searched
+            for in a refuted plan.
     """
     without = compiled if allow_code else without_optimizer_classes(compiled)
     verdict = _flow(without, sink, strict, allow_code, draft)

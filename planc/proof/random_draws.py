@@ -1,6 +1,6 @@
 """Whether the ranks draw random numbers as the plain model does.
 
-The small model is trained once more, with its dropout. The single process uses the numbers that
+The proxy model is trained once more, with its dropout. The single process uses the numbers that
 the ranks have drawn, so outputs and gradients can be compared; where ranks hold the same
 activations, their numbers must be the same, and where they hold shards, others.
 """
@@ -23,7 +23,7 @@ from planc.proof.small_case import SmallCase, small_case
 from planc.simulate.outcome import Discrepancy, Outcome
 
 _LEAST = 0.1
-"""The least dropout of the small model: with less, a small tensor may lose nothing."""
+"""The least dropout of the proxy model: with less, a small tensor may lose nothing."""
 _STATE = (
     "the `draws` lines of `planc lower` say where ranks draw by rank; a style that states the "
     "layout there adds one"
@@ -43,7 +43,7 @@ def drawing_case(compiled: Compiled, sizes: Mapping[str, int]) -> SmallCase | No
 
 
 def _dropout(name: str, value: Any) -> float | None:
-    """The dropout of the small model; no layer is skipped as a whole."""
+    """The dropout of the proxy model; no layer is skipped as a whole."""
     if not DROPOUT.search(name) or name.endswith("layerdrop"):
         return None
     number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -78,7 +78,7 @@ def report_draws(outcome: Outcome, small: Plan, facts: Facts, sink: Sink, *, str
         facts=[
             *([f"the model's own code: {first.line}"] if first.line else []),
             f"training draws random numbers: {', '.join(drawing_fields(small, facts))}",
-            "seen on a small model, with all ranks simulated, and right without dropout",
+            "seen on a proxy model, with all ranks simulated, and right without dropout",
         ],
         help=help,
     )

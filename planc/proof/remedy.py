@@ -2,7 +2,7 @@
 
 Where numbers go wrong is often not where the plan is: a module that is split and should not be
 makes another one raise. So the tensor rules are compared with those of a plan that is right, that
-of the family or a draft, and the small model is run again with one difference mended at a time.
+of the family or a draft, and the proxy model is run again with one difference mended at a time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,7 +45,7 @@ def remedy(
     plan = small.compiled.plan
     assert plan is not None
     axes = plan.mesh.of_role(AxisRole.TENSOR)
-    # whether another section than the tensor one is to blame
+    # whether a section other than the tensor section is at fault
     elsewhere = any(d.kind in ("context", "draws", "uneven") for d in outcome.discrepancies[:1])
     if len(axes) != 1 or axes[0].size == 1 or elsewhere:
         return ()
@@ -111,8 +111,10 @@ def _styles(plan: Plan) -> Mapping[At, Style]:
 def blamed_first(
     found: Sequence[Diagnostic], changes: Sequence[RuleChange]
 ) -> Iterator[Diagnostic]:
-    """The first error at the lines to blame, with what to do; the others, facts of it. Where rules
-    would have to go, what the error itself says to add comes first.
+    """Yields the first error, moved to the lines at fault, with the edit as its help.
+
+    The other errors become facts of it. If the edit removes rules, the help of the error itself
+    comes first.
     """
     if not (found and changes):
         yield from found
@@ -120,7 +122,7 @@ def blamed_first(
     first, *others = found
     blamed = dict.fromkeys(label for change in changes for label in change.label)
     texts = dict.fromkeys(change.text for change in changes)
-    ways = [f"{', and '.join(texts)}: then the small model is proved", first.help]
+    ways = [f"{', and '.join(texts)}: then the proxy model is proved", first.help]
     if first.help and any(change.new is None for change in changes if not change.condition):
         ways, blamed = ways[::-1], dict.fromkeys(first.labels)
     help = "; or ".join(filter(None, ways))
@@ -140,7 +142,7 @@ def _distance(outcome: Outcome, change: RuleChange) -> int:
 def _right_plans(
     compiled: Compiled, small: SmallCase, draft: Draft
 ) -> Iterator[tuple[tuple[Plan, str], Plan]]:
-    """The plans that ship for the family, or its draft, on the small model, with their tensor axis,
+    """The plans that ship for the family, or its draft, on the proxy model, with their tensor axis,
     and on the real one: with and without sequence parallelism, which needs other rules.
     """
     facts, plan = small.compiled.facts, small.compiled.plan
@@ -217,7 +219,7 @@ def _all(parts: Iterable[Iterable[RuleChange]]) -> list[RuleChange]:
 def _proves(
     small: SmallCase, plan: Plan, axis: str, right: Rules, changes: Sequence[RuleChange]
 ) -> bool:
-    """Whether the small model is right with some changes."""
+    """Whether the proxy model is right with some changes."""
     new = {at: right.get(at) for change in changes for at in change.places}
     mine = {at: rule for at, rule in tensor_rules(plan, axis).items() if at not in new}
     mine |= {at: rule for at, rule in new.items() if rule is not None}

@@ -34,7 +34,7 @@ class RuleChange:
     Args:
         old: the rule of the refuted plan; None where it has none.
         new: that of the right one; None where that has none.
-        places: the modules, of the small model, and what of them is decided.
+        places: the modules, of the proxy model, and what of them is decided.
         near: where a rule is missing, the one that the right plan has next to it, or for modules
             with the most similar names; the same rule for other layers, if there is one.
         reach: the modules of the real model: with `*` for all layers, else with their indices.
@@ -67,14 +67,14 @@ class RuleChange:
 
     @property
     def label(self) -> Iterator[Label]:
-        """The line to blame, or the one beside which another is missing."""
+        """The line at fault, or the line next to which another is missing."""
         if self.condition is not None:
-            yield Label(span=self.condition, text="to blame: right the other way around")
+            yield Label(span=self.condition, text="at fault: right the other way around")
         elif self.old is not None:
             detail = f"right with `{self.style}`" if self.new else "right without it"
-            yield Label(span=self.old.origin, text=f"to blame: {detail}")
+            yield Label(span=self.old.origin, text=f"at fault: {detail}")
         elif self.near is not None and self.layers is not None:
-            yield Label(span=self.near.origin, text=f"to blame: for `{self.layers[0]}` alone")
+            yield Label(span=self.near.origin, text=f"at fault: for `{self.layers[0]}` alone")
         elif self.near is not None:
             yield Label(span=self.near.origin, text="a rule is missing beside this one")
 
@@ -113,7 +113,7 @@ def differences(mine: Rules, right: Rules, plan: Plan, right_plan: Plan) -> list
     """The differences of two plans, a change for each pair of rules.
 
     Args:
-        mine, right: the rules of both plans on the small model.
+        mine, right: the rules of both plans on the proxy model.
         plan, right_plan: both on the real one.
     """
     pairs: dict[tuple[Span | None, Span | None, Style | None, Span | None], list[At]] = {}
@@ -168,7 +168,7 @@ def _in_the_model(change: RuleChange, rules: Rules, mine: Reach, right: Reach) -
     """A change with the modules of the real model that it is for.
 
     Args:
-        rules: of the refuted plan, on the small model.
+        rules: of the refuted plan, on the proxy model.
         mine, right: of both plans, on the real model.
     """
     keys = dict.fromkeys((_key(name), what) for name, what in change.places)

@@ -1,4 +1,4 @@
-"""Makes a small model of the same family, and gives it the decisions of the real plan.
+"""Makes a proxy model of the same family, and gives it the decisions of the real plan.
 
 A transformers or diffusers model is shrunk: its resolved configuration becomes a small one for the
 same class, that of the model's own folder where the user allowed its code. A user's own model is
@@ -86,7 +86,7 @@ class SmallModel:
         )
 
     def facts(self, model: Facts, sink: Sink) -> Facts | None:
-        """The facts of the small model, or None after a finding.
+        """The facts of the proxy model, or None after a finding.
 
         They state the original's dropout and jitter, which the values leave out: ranks draw random
         numbers as the real ones do, since some models draw whatever their configuration says.
@@ -97,14 +97,14 @@ class SmallModel:
         """
         if self.user_model is not None or (self.code and not self.values):
             return model
-        name, library = "the small model", not self.own_code
+        name, library = "the proxy model", not self.own_code
         found = load_values(self.values, name, sink, folder=self.code, cache=library)
         return found and replace(found, config=with_noise(found.config, model.config))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallCase:
-    """A small model and the plan compiled for it without errors."""
+    """A proxy model and the plan compiled for it without errors."""
 
     model: SmallModel
     compiled: Compiled
@@ -113,7 +113,7 @@ class SmallCase:
 def small_model(
     facts: Facts, ranks: Mapping[str, int] | None = None, plan: Plan | None = None
 ) -> SmallModel | str:
-    """The small model for a model, or the reason why there is none.
+    """The proxy model for a model, or the reason why there is none.
 
     Args:
         ranks: what heads, widths and experts must be divisible by, by the role of a mesh axis; by
@@ -141,7 +141,7 @@ def _shrunk(facts: Facts, ranks: Mapping[str, int], plan: Plan | None) -> SmallM
 
 
 def _of_the_script(facts: Facts, ranks: Mapping[str, int], plan: Plan | None) -> SmallModel | None:
-    """The small model of a configuration, as this process builds it: it runs what the script has
+    """The proxy model of a configuration, as this process builds it: it runs what the script has
     put into classes and modules of libraries. None where it would not run the same functions.
     """
     said = any(given is not None for given in facts.inputs_and_loss)
@@ -163,7 +163,7 @@ def _of_the_script(facts: Facts, ranks: Mapping[str, int], plan: Plan | None) ->
 def small_case(
     compiled: Compiled, sizes: Mapping[str, int], *, checks: Sink | None = None
 ) -> SmallCase | Unrepresented:
-    """The plan for a small model on a mesh of small sizes, or the reason why there is none.
+    """The plan for a proxy model on a mesh of small sizes, or the reason why there is none.
 
     The plan is elaborated again for the real model, with only the numbers in arguments taken from
     the small one; then small modules take the place of the real ones that they stand for. `checks`
@@ -207,7 +207,7 @@ def case_of(
         reason = f"the model cannot be shrunk: {error.message} ({error.code})"
         return Unrepresented(reason=reason)
     if facts.name != compiled.facts.name:
-        return Unrepresented(reason=f"the small model is a {facts.name}, not {compiled.facts.name}")
+        return Unrepresented(reason=f"the proxy model is a {facts.name}, not {compiled.facts.name}")
     plan = small_plan(compiled, model, facts, sizes)
     if isinstance(plan, Unrepresented):
         return plan
@@ -230,7 +230,7 @@ def without_optimizer_classes(compiled: Compiled) -> Compiled:
 def small_plan(
     compiled: Compiled, model: SmallModel, facts: Facts, sizes: Mapping[str, int]
 ) -> Plan | Unrepresented:
-    """The decisions of a plan on the modules of a small model, whose facts these are."""
+    """The decisions of a plan on the modules of a proxy model, whose facts these are."""
     assert compiled.facts is not None and compiled.plan is not None
     quiet = Sink()
     plan = _small_numbers(compiled, Sizes(facts=facts, axes=sizes), quiet)
@@ -287,11 +287,11 @@ def _with_blocks(plan: Plan, block: int) -> Plan:
 
 
 _BLOCK = 8
-"""Numbers in a block of the small model, at most: more than one block in a row."""
+"""Numbers in a block of the proxy model, at most: more than one block in a row."""
 
 
 def with_plan(case: SmallCase, plan: Plan, checks: Sink | None = None) -> SmallCase | Unrepresented:
-    """A small model under a plan for its modules; `checks` as for `small_case`."""
+    """A proxy model under a plan for its modules; `checks` as for `small_case`."""
     assert case.compiled.facts is not None
     applied = adapt_plan(plan, case.compiled.facts)
     found = Sink() if checks is None else checks
@@ -321,5 +321,5 @@ def _small_numbers(compiled: Compiled, sizes: Sizes, sink: Sink) -> Plan | None:
 
 def _unfit(found: Iterable[Diagnostic]) -> Unrepresented:
     error = next(d for d in found if d.severity == "error")
-    reason = f"the plan does not fit the small model: {error.message} ({error.code})"
+    reason = f"the plan does not fit the proxy model: {error.message} ({error.code})"
     return Unrepresented(reason=reason, origins=tuple(label.span for label in error.labels))

@@ -78,7 +78,7 @@ class _Case:
 
     @property
     def plan(self) -> Plan:
-        """The plan for the small model."""
+        """The plan for the proxy model."""
         assert self.small is not None and self.small.compiled.plan is not None
         return self.small.compiled.plan
 
@@ -96,7 +96,7 @@ def verify(
     timeout: float = TIMEOUT,
     precision: bool = False,
 ) -> Proof:
-    """Proves on real processes, with a small model of the family, that a plan trains the same.
+    """Proves on real processes, with a proxy model of the family, that a plan trains the same.
 
     Args:
         model, plan: as for `planc.model.load.load` and `planc.syntax.plan_files.read`.
@@ -246,7 +246,7 @@ def _remember(case: _Case, certificate: store.Certificate, findings: Sink) -> No
 
 
 def _doubt(case: _Case, verdict: str) -> str | None:
-    """Why the small model's verdict may not hold for the original: only one fails a check."""
+    """Why the proxy model's verdict may not hold for the original: only one fails a check."""
     every, reduced = set(case.check_codes), set(case.small_check_codes)
     real, small = every - reduced, reduced - every
     if verdict == "verified" and real:
@@ -254,7 +254,7 @@ def _doubt(case: _Case, verdict: str) -> str | None:
         return f"planc check finds {codes} at the real sizes, and not at the small ones"
     if verdict == "refuted" and small:
         codes = one_of(sorted(small), last="and")
-        return f"planc check finds {codes} in the small model, and not in the real one"
+        return f"planc check finds {codes} in the proxy model, and not in the real one"
     return None
 
 

@@ -124,7 +124,7 @@ def report_failure(failure: TrialFailure, plan: Plan, sink: Sink) -> tuple[str, 
     unknown.
     """
     if failure.kind == "single":
-        reason = f"the small model does not train in one process: {failure.message}"
+        reason = f"the proxy model does not train in one process: {failure.message}"
         report_unknown(sink, reason, "planc can prove only models that return a loss for `labels`")
         return "unknown", reason
     detail = list(_frames(failure)) or failure.detail.splitlines()[-4:]

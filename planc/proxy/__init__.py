@@ -1,1 +1,1 @@
-"""A small model of the same family: its configuration, its inputs, its construction."""
+"""A proxy model of the same family: its configuration, its inputs, its construction."""

@@ -1,4 +1,4 @@
-"""Chooses the layers of a model that a small model keeps, and writes them into its
+"""Chooses the layers of a model that a proxy model keeps, and writes them into its
 configuration.
 """
 

@@ -37,7 +37,7 @@ _LIMITS = {
     "sample_size": 16,
     "pos_embed_max_size": 16,
 }
-"""Sizes that need not be divisible by anything, and their largest value in a small model."""
+"""Sizes that need not be divisible by anything, and their largest value in a proxy model."""
 _DEPTHS = ("num_layers", "num_single_layers", "num_refiner_layers")
 
 DiffusersFields = Mapping[str, Any]
@@ -187,7 +187,7 @@ class DiffusersBuilder:
 
     def __init__(self, values: DiffusersFields) -> None:
         sink = Sink()
-        found = class_of(config_of(dict(values), "the small model"), sink)
+        found = class_of(config_of(dict(values), "the proxy model"), sink)
         if found is None:
             raise PlanError(sink)
         if values[CLASS] not in _INPUTS:

@@ -15,12 +15,12 @@ from planc.model.load import load_values
 from planc.proxy.shrink import small_values
 
 RANKS = 2
-"""The number that divides the small model's heads and widths."""
+"""The number that divides the proxy model's heads and widths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowSource:
-    """The small model with which a flow is recorded.
+    """The proxy model with which a flow is recorded.
 
     Args:
         facts, values: its facts and its configuration, empty for a user's own model.
@@ -33,21 +33,21 @@ class FlowSource:
 
 
 def flow_source(facts: Facts, variants: Mapping[int, list[str]], layers: int) -> FlowSource | str:
-    """The small model of a model, or the reason why there is none; arguments as of `shrink`."""
+    """The proxy model of a model, or the reason why there is none; arguments as of `shrink`."""
     if facts.lacks_config:
         return FlowSource(facts=facts, values={}, kept={})
     made = small_values(facts, RANKS, layers=layers, variants=variants)
     if isinstance(made, str):
         return made
-    small = load_values(made.values, "the small model", quiet := Sink(), folder=facts.code)
+    small = load_values(made.values, "the proxy model", quiet := Sink(), folder=facts.code)
     if small is None or small.name != facts.name:
         lacks = cache.unproved_reason() if cache.missing() else ""
-        return lacks or next((d.message for d in quiet), f"the small model is no {facts.name}")
+        return lacks or next((d.message for d in quiet), f"the proxy model is no {facts.name}")
     return FlowSource(facts=small, values=made.values, kept=made.kept)
 
 
 def flow_of(source: FlowSource, facts: Facts) -> DataFlow | str:
-    """The flow of a small model, or why there is none. A library's model is cached; code of the
+    """The flow of a proxy model, or why there is none. A library's model is cached; code of the
     user's, which can change while its name stays the same, runs each time.
     """
     key = cache.entry_name(f"dataflow {FORMAT}", config=source.values)
@@ -83,4 +83,4 @@ def _record_flow(values: dict[str, Any], facts: Facts) -> DataFlow | str:
         return record(builder_of(values, facts.code, model, given=given, dropout=True))
     except Exception as error:
         text = " ".join(str(error).split())
-        return f"the small model does not run: {type(error).__name__}: {text[:200]}"
+        return f"the proxy model does not run: {type(error).__name__}: {text[:200]}"

@@ -1,8 +1,8 @@
-"""Finds inputs for a small model: tokens and labels, and images or audio if it takes them.
+"""Finds inputs for a proxy model: tokens and labels, and images or audio if it takes them.
 
 No processor and no code from a model's folder is used: tower inputs are derived from the tower's
 configuration and the arguments of the model's forward. The known kinds of input
-(`sample_inputs.py`) are tried on the small model, and the first one with which more parameters get
+(`sample_inputs.py`) are tried on the proxy model, and the first one with which more parameters get
 a gradient is chosen. The number of placeholder tokens is read off the tower's output.
 """
 

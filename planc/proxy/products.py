@@ -14,7 +14,7 @@ from planc.model.facts import Facts, generic
 from planc.proxy.flow import flow_of, flow_source
 
 _LAYERS = 2
-"""The layers of the small model, which has layers of every kind."""
+"""The layers of the proxy model, which has layers of every kind."""
 _FEW = (2, 3)
 """The possible numbers of parts of a view: keys and values, with or without queries."""
 _CUTS = frozenset(
@@ -44,7 +44,7 @@ class WeightUse:
     Args:
         elementwise: whether it is added or multiplied elementwise, and a factor of no product.
         heads: whether the code views features of its product as heads.
-        sizes: the features of each part into which the code cuts its product, in the small model;
+        sizes: the features of each part into which the code cuts its product, in the proxy model;
             empty if the code does not cut it.
         order: how the parts lie in the features.
         equal: whether the code cuts parts of equal size, whatever the sizes of the model.

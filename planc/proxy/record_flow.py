@@ -1,4 +1,4 @@
-"""Records the data flow of a small model in one plain forward pass."""
+"""Records the data flow of a proxy model in one plain forward pass."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SHAPES = (
     BatchShape(rows=3, length=26),
     BatchShape(rows=5, length=16),
 )
-"""The batches that are tried: as many rows and tokens as no width of a small model."""
+"""The batches that are tried: as many rows and tokens as no width of a proxy model."""
 
 _LONGEST = 100
 _MOST_INPUTS = 40

@@ -1,6 +1,6 @@
 """Exceptions of a model's code that mean that it does not accept its inputs.
 
-Small models are tried on inputs of several kinds, and what they refuse is left out. An error of the
+Proxy models are tried on inputs of several kinds, and what they refuse is left out. An error of the
 machine, or a bug of the code, says nothing of the inputs.
 """
 

@@ -61,7 +61,7 @@ def spread_weights(model: nn.Module, seed: int) -> None:
 
 
 class TransformersBuilder:
-    """Builds the same small model several times, of a class in `folder` if the user allowed its
+    """Builds the same proxy model several times, of a class in `folder` if the user allowed its
     code, with the `attention` function that a script has registered, if any.
 
     Raises PlanError (PL60x) if transformers cannot build it, and whatever the folder's code raises.
@@ -73,7 +73,7 @@ class TransformersBuilder:
         if folder:
             prepared = prepare_own(folder, values)
         else:
-            prepared = prepare(config_of(values, "the small model"), sink)
+            prepared = prepare(config_of(values, "the proxy model"), sink)
         if prepared is None:
             raise PlanError(sink)
         self._cls, self._part = prepared

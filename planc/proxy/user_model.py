@@ -307,4 +307,4 @@ def _loss(logits: Any, labels: Any) -> Any:
 
 
 ModelBuilder = TransformersBuilder | UserModelBuilder | DiffusersBuilder
-"""Builds a small model and its inputs: `build(seed)` and `sample(shape)`."""
+"""Builds a proxy model and its inputs: `build(seed)` and `sample(shape)`."""

@@ -1,9 +1,9 @@
-"""Finds tokens of a small model that see tokens that they must not: packed documents, and padding.
+"""Finds tokens of a proxy model that see tokens that they must not: packed documents, and padding.
 
 Attention tells the documents of a row apart where positions begin again and there is no mask, and
 leaves out what a mask pads. States and convolutions that go from token to token do neither, unless
 their code says so or the plan resets them. A single process shows it, so no comparison with one
-does: the small model runs twice, with other tokens in the first document, or in the padding, and
+does: the proxy model runs twice, with other tokens in the first document, or in the padding, and
 nothing else may move.
 """
 
@@ -30,7 +30,7 @@ def leaks(
     config: Mapping[str, Any], name: str, parts: Sequence[str] = ()
 ) -> dict[str, float] | str:
     """Measures the largest change of tokens that must not change, by `documents` and `padding`;
-    empty if none changes. If planc cannot build or run a small model, the reason, which is not
+    empty if none changes. If planc cannot build or run a proxy model, the reason, which is not
     cached.
 
     Args:
@@ -52,7 +52,7 @@ def leaks(
             with _LOCK:
                 known = _measure(values, parts)
         except Exception as error:
-            return f"the small model does not run: {first_line(error)}"
+            return f"the proxy model does not run: {first_line(error)}"
         cache.keep(key, known)
     return {str(kind): float(value) for kind, value in known.items()}
 

@@ -1,1 +1,1 @@
-"""A small model, run: all ranks simulated in one process, or on real processes."""
+"""A proxy model, run: all ranks simulated in one process, or on real processes."""

@@ -31,7 +31,7 @@ SOURCES = (
     "sections",
     "simulate",
 )
-"""Folders and files of the package that build and run small models and judge the runs."""
+"""Folders and files of the package that build and run proxy models and judge the runs."""
 
 
 @functools.cache

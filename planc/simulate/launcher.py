@@ -28,7 +28,7 @@ from planc.simulate.trial_part import separate_limit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The job of a proof: a small model (`config`, or a user's own, `code`) and its plan as JSON.
+    """The job of a proof: a proxy model (`config`, or a user's own, `code`) and its plan as JSON.
 
     Args:
         seeds: of weights and data, one comparison each.
@@ -69,7 +69,7 @@ class TrialFailure:
     """Why there is no comparison.
 
     Args:
-        kind: `rank` (it raised or died), `time` (timeout), `single` (the small model does not train
+        kind: `rank` (it raised or died), `time` (timeout), `single` (the proxy model does not train
             in one process).
         rank, phase: which failed first (-1: unknown), in build, single, apply, parallel, compare or
             locate.
@@ -151,10 +151,10 @@ class ForkServer:
         code: str = "",
         precision: bool = False,
     ) -> Comparison | TrialFailure:
-        """Trains the small model with and without the plan, and compares.
+        """Trains the proxy model with and without the plan, and compares.
 
         Args:
-            config: the configuration of the small model.
+            config: the configuration of the proxy model.
             lowered: the plan for it, from `trial_part`.
             timeout: seconds for the whole comparison.
             code: the factory of a user's own model, which is run as it is.

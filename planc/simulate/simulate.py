@@ -1,6 +1,6 @@
 """Layout flow: checks in one process that a plan trains the same model.
 
-A small model is trained with all ranks as threads of this process, by the same program that
+A proxy model is trained with all ranks as threads of this process, by the same program that
 `planc verify` runs on processes. Nothing is inferred: a missing reduction, a gradient that stays
 partial, a wrong divisor or a mix of local tensors and DTensors shows in the numbers, or as the
 exception of the real code.
@@ -45,7 +45,7 @@ def simulate(
     draws: bool = False,
     section: str = "",
 ) -> Outcome:
-    """Trains a small model with and without the plan, and compares; `quick` is one pass with the
+    """Trains a proxy model with and without the plan, and compares; `quick` is one pass with the
     tensor axes alone, `draws` keeps the dropout of adapters, `section` the operations of a
     section with a separate simulation. Where only the last pass is wrong, all is tried again with a
     length that the tensor axes divide; where all numbers are nearly right, in float64, which tells
@@ -116,9 +116,9 @@ def _prepare(
         ]
         lowered = lowered.without(Adapt)
     except program.SingleError as error:
-        return Outcome(verdict="unknown", reason=f"the small model does not train: {error}")
+        return Outcome(verdict="unknown", reason=f"the proxy model does not train: {error}")
     except Exception as error:
-        reason = f"the small model does not run: {first_line(error)}"
+        reason = f"the proxy model does not run: {first_line(error)}"
         return Outcome(verdict="unknown", reason=reason)
     if reference.draws and lowered.pipeline is not None:
         reason = "the random numbers of a pipeline's microbatches are not compared"

@@ -238,7 +238,7 @@ def test_every_wait_is_announced(monkeypatch, tmp_path):
         assert any("llama-3.1-8b" in text for text in said), words
     said.clear()
     call("verify", *RUN)
-    assert said == ["training a small model on 4 processes"]
+    assert said == ["training a proxy model on 4 processes"]
 
 
 def _never(*_, **__):

@@ -9,17 +9,17 @@ TITLE = "## Pipelines, parts of sequences, divided experts, and the loss"
 HEAD = """
 `make axes` writes this part (`tests/coverage/axis_rows.py`). Each column is a plan with one axis
 of two ranks (`loss`: a head over two tensor ranks, whose loss is computed in two parts), judged by
-`planc check` with all ranks as threads of one process, in float32, on a small model of the family:
+`planc check` with all ranks as threads of one process, in float32, on a proxy model of the family:
 the loss of each step, every gradient, the clip norm and two steps of AdamW, beside one process. A
 number is the largest error. The column `all` has tensor parallelism and every axis that the row was
 proved with, on eight ranks, as far as the plan of the family offers them: the one that ships, or
 the one that `planc init --set` writes; `all but` names those that its plan does not have.
-The last column is that plan and that small model on eight gloo processes
+The last column is that plan and that proxy model on eight gloo processes
 (`tests/coverage/axis_processes.py`), in float64 where float32 is nearly right; a family that was
 not trained anew keeps the number of the run before.
 
 *Refused* is a plan that a rule of planc, or its own, refuses by name, with the diagnostic in the
-cell; *refuted* one whose small model comes out wrong or raises, which `planc check` reports too.
+cell; *refuted* one whose proxy model comes out wrong or raises, which `planc check` reports too.
 No cell: the family has no fused experts, or transformers cannot build it.
 
 | column | proved | refused | refuted | no answer | not run |

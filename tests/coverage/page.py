@@ -131,7 +131,7 @@ HEAD = """# Every causal-LM family of transformers
 `make coverage` generated this page. For each causal-LM model type of transformers
 {tf}, it takes a plan (one that ships with planc, otherwise one that [`planc
 init`](../init.md) writes for the default configuration of the family), runs `planc
-check` on it at the default sizes, and runs a small model of the family on four gloo
+check` on it at the default sizes, and runs a proxy model of the family on four gloo
 processes (torch {torch}, tp = 2, dp_shard = 2, checkpointing, float32). The results
 are compared with one process: logits, loss, every gradient (limit 1e-4, relative),
 and parameters after two steps of AdamW. If the plan offers sequence parallelism, this
@@ -154,7 +154,7 @@ takes none), {uneven} with labels that are ignored unevenly over the data ranks
 what one process cannot draw, [PL670](../diagnostics/PL670.md))."""
 
 OWN = """The last column is transformers' own tensor parallelism, measured in the same way: the
-same small model is saved and loaded by two processes with
+same proxy model is saved and loaded by two processes with
 `DistributedConfig(tp_size=2)`, and compared with the same checkpoint in one process;
 attention, dropout, batch and limit are those of the other columns
 (`tests/coverage/theirs.py`). Of {measured} types, {planned} have a plan of their own:

@@ -288,7 +288,7 @@ tensor on tp {
 
 def test_a_model_that_does_not_run_is_said_not_guessed(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "planc.infer.infer_layouts.flow_of", lambda *_: "the small model does not run"
+        "planc.infer.infer_layouts.flow_of", lambda *_: "the proxy model does not run"
     )
     done, sink = short(tmp_path)
     assert done.lowered is None
@@ -309,7 +309,7 @@ def test_blocks_of_one_kind_with_other_layouts_are_said(tmp_path):
     made = _Carried(flow, state, small, layouts, plan.sequence[0])
     assert made.uneven is None
     inner = [f for f in layouts.rules if f.module == "model.layers.1.mlp"]
-    assert inner, "the small model has blocks between the first and the last"
+    assert inner, "the proxy model has blocks between the first and the last"
     less = tuple(f for f in layouts.rules if f not in inner)
     made.layouts = replace(layouts, rules=less)
     assert made.uneven is not None

@@ -1,4 +1,4 @@
-"""What is to blame for a refuted plan: the lines of a finding, and what its help says to write."""
+"""The lines at fault of a refuted plan: the labels of a finding, and the edit in its help."""
 
 import re
 from dataclasses import replace
@@ -69,9 +69,9 @@ def test_the_line_to_blame(tmp_path, old, new, settings, marks, help):
     path = mutant(tmp_path, "llama", old, new)
     (error,) = errors(path, *settings)
     assert re.match(help, error.help), error.help
-    assert ": then the small model is proved" in error.help
+    assert ": then the proxy model is proved" in error.help
     assert [label.span.text for label in error.labels] == marks
-    told = "a rule is missing" if help.startswith("add") else "to blame: right with `"
+    told = "a rule is missing" if help.startswith("add") else "at fault: right with `"
     assert error.labels[0].text.startswith(told)
 
 
@@ -95,11 +95,11 @@ def test_rules_that_reach_too_few_layers(tmp_path):
     path = mutant(tmp_path, "llama", old, old.replace("$blocks", "model.layers[0:2]"))
     (error,) = errors(path, "tp=2")
     alone = "for `model.layers[0:2]` alone"
-    assert {label.text for label in error.labels} == {f"to blame: {alone}"}
+    assert {label.text for label in error.labels} == {f"at fault: {alone}"}
     lines = [label.span.text.partition(" ")[0] for label in error.labels]
     assert len(lines) == len(set(lines)) == 7, "each rule is marked, and once"
     assert error.help.startswith(
-        f"let the rules {alone} reach `model.layers[2:32]` too: then the small model is proved"
+        f"let the rules {alone} reach `model.layers[2:32]` too: then the proxy model is proved"
     )
 
 
@@ -107,7 +107,7 @@ def test_a_missing_rule_is_for_the_layers_that_lack_it(tmp_path):
     norms = "self_attn.{q,k}_norm : sequence(dim = 2, local = true)"
     path = mutant(tmp_path, "qwen3", f"$blocks.{norms}", f"model.layers[0:2].{norms}")
     (error,) = errors(path, "tp=2", model="qwen3-8b")
-    assert error.labels[0].text == "to blame: for `model.layers[0:2]` alone"
+    assert error.labels[0].text == "at fault: for `model.layers[0:2]` alone"
     assert "reach `model.layers[2:36]` too" in error.help
 
 
@@ -135,8 +135,8 @@ def test_a_missing_rule_is_for_the_layers_that_lack_it(tmp_path):
 def test_a_condition_to_blame(tmp_path, model, plan, old, new, condition):
     (error,) = errors(mutant(tmp_path, plan, old, new), "tp=2", model=model)
     assert [label.span.text for label in error.labels] == [condition]
-    assert error.labels[0].text == "to blame: right the other way around"
-    assert error.help.startswith(f"invert the condition `{condition}`: then the small model is")
+    assert error.labels[0].text == "at fault: right the other way around"
+    assert error.help.startswith(f"invert the condition `{condition}`: then the proxy model is")
 
 
 def test_a_draft_where_no_plan_is_for_the_family(tmp_path, monkeypatch):
@@ -174,7 +174,7 @@ def test_what_is_to_add_comes_before_rules_to_remove(tmp_path, monkeypatch):
         "give it a style that reduces its gradient: `q_norm : replicate(gradient = sum)`"
     )
     assert others.startswith("write `sequence = auto` in the section, and planc infers such rules")
-    assert "remove the rule" in others and others.endswith("then the small model is proved")
+    assert "remove the rule" in others and others.endswith("then the proxy model is proved")
     assert not any("right without it" in label.text for label in error.labels)
 
 

@@ -1,4 +1,4 @@
-"""The small model is run under the real plan's decisions, and its layers stand for real ones."""
+"""The proxy model is run under the real plan's decisions, and its layers stand for real ones."""
 
 import json
 import re
@@ -159,7 +159,7 @@ SMALL = {
 
 
 def test_a_number_that_the_small_model_lacks_is_unknown(tmp_path):
-    """An entry of a list that is shorter in the small model."""
+    """An entry of a list that is shorter in the proxy model."""
     path = tmp_path / "t.plan"
     text = "tensor on tp {\n lm_head : colwise(parts = len(config.layer_types) // 30)\n}\n"
     path.write_text(f"plan t for gemma2\nmesh {{ tp = 2 }}\n{text}")
@@ -211,13 +211,13 @@ def test_a_small_model_that_lost_a_set_of_rules_is_no_proof(tmp_path, monkeypatc
     monkeypatch.setattr(depth, "neighbors", lambda kinds, least: [0, 1])
     _, found = stood(tmp_path, "[0:2]")
     assert isinstance(found, Unrepresented)
-    assert found.reason == "no layer of the small model stands for `model.layers[2]`"
+    assert found.reason == "no layer of the proxy model stands for `model.layers[2]`"
     path = tmp_path / "t.plan"
     _, [finding] = simulated("qwen3-8b", path, ["tp=8", "sequence=false"])
     assert finding.code == "PL504" and "model.layers[2]" in finding.message
     assert [label.span.line for label in finding.labels] == [5]
     _, found = stood(tmp_path, "[2:]")
-    assert found.reason == "no layer of the small model stands for `model.layers[2]`"
+    assert found.reason == "no layer of the proxy model stands for `model.layers[2]`"
     assert [origin.line for origin in found.origins] == [5]
 
 
@@ -229,7 +229,7 @@ def test_a_small_model_whose_layers_follow_each_other_otherwise_is_no_proof(tmp_
     _, found = stood(tmp_path, "[-1]")
     assert (
         found.reason
-        == "the blocks of `model.layers` follow each other otherwise in the small model"
+        == "the blocks of `model.layers` follow each other otherwise in the proxy model"
     )
     assert [origin.line for origin in found.origins][-1] == 5
 
@@ -246,7 +246,7 @@ def test_a_module_that_the_small_model_lacks_is_no_proof(tmp_path):
         kept=found.model.kept,
         sizes={"dp_replicate": 1, "dp_shard": 1, "tp": 2},
     )
-    assert lost.reason == "`root` of the small model has no `lm_head`"
+    assert lost.reason == "`root` of the proxy model has no `lm_head`"
     assert "$head" in lost.origins[0].text
 
 
@@ -277,7 +277,7 @@ def test_small_layers_stand_for_the_many_units_that_are_resharded(model, plan, r
 
 @pytest.mark.parametrize("picked", ["model.layers[0:2]", "model.layers[-1]", "model.layers[3::4]"])
 def test_periods_with_offsets_have_a_window_for_rules(picked):
-    """jamba's class counts layers, so its small model is a run of consecutive layers."""
+    """jamba's class counts layers, so its proxy model is a run of consecutive layers."""
     text = f"""
 plan t for jamba
 mesh {{ tp = 2 }}
@@ -352,7 +352,7 @@ def test_a_class_of_the_folder_is_proved_and_not_the_one_of_its_name(tmp_path, m
     ],
 )
 def test_all_neighbors_of_kinds_are_proved_too(model, plan, monkeypatch):
-    """Where the kind alone decides the rules, the small model has each kind, not each pair."""
+    """Where the kind alone decides the rules, the proxy model has each kind, not each pair."""
 
     def by_kind(plan, known):
         found = {}

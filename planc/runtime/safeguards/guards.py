@@ -143,7 +143,7 @@ def _divided(ranks: int, _model: nn.Module, args: Any, kwargs: Any) -> bool:
             "the plan was proved to be wrong or to fail for such lengths",
             *script_line("the batch arrives here"),
             help=f"pad rows on the right to a multiple of {ranks}, with labels of -100; `planc "
-            "check` says which rule is to blame",
+            "check` says which rule is at fault",
         )
     return True
 

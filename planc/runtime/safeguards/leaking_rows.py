@@ -41,7 +41,7 @@ def refuse(model: nn.Module, batch: Mapping[str, Any]) -> bool:
         PlanError: PL517, documents; PL518, padding.
     """
     if batch.get("position_ids") is None and batch.get("attention_mask") is None:
-        return True  # nothing to leak, and no small model to run
+        return True  # nothing to leak, and no proxy model to run
     kind = class_of(model)
     name = kind.__name__ if kind else ""
     found = model.__dict__.get(_KEPT)

@@ -46,7 +46,7 @@ def _wrong(error: float, what: str, plan: Plan | None, sink: Sink) -> None:
         *(Label(span=line, text="rounds to 8 bits") for line in lines),
         facts=[
             *([f"one process with the same products: {error:.1e} off"] if error else []),
-            "seen on a small model, and right without them",
+            "seen on a proxy model, and right without them",
         ],
         help="keep these layers in the parameters' dtype: `override ... : none`",
     )

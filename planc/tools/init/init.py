@@ -161,9 +161,9 @@ def _set_sizes(draft_plan: Draft, facts: Facts, sizes: Mapping[str, int], sink: 
 
 
 def _small(facts: Facts) -> tuple[Facts, SmallModel | None, RunRecord | str]:
-    """The facts of the small model, the model, and its run, or the reason why there is none.
+    """The facts of the proxy model, the model, and its run, or the reason why there is none.
 
-    Without a small model, the facts are those of the original model.
+    Without a proxy model, the facts are those of the original model.
     """
     model = small_model(facts)
     if isinstance(model, str):
@@ -180,7 +180,7 @@ def _small(facts: Facts) -> tuple[Facts, SmallModel | None, RunRecord | str]:
         return small, model, flow
     ran = RunRecord.from_flow(flow)
     states = "hidden states [batch, sequence, features]"
-    none = f"the small model does not run: no module takes {states}"
+    none = f"the proxy model does not run: no module takes {states}"
     return small, model, ran if ran.width else none
 
 
@@ -255,7 +255,7 @@ def _comments(draft_plan: Draft, search: Search, outcome: Outcome, sink: Sink) -
     if outcome.verdict == "proved":
         shrunk = search.small is not None and not search.small.code
         of = f"transformers {cache.version('transformers')}" if shrunk else "this code"
-        on = "a small model" if shrunk else "the model"
+        on = "a proxy model" if shrunk else "the model"
         draft_plan.comment.append(
             f"Written by planc init for {of}{own}; layout flow proved it on {on} (largest error "
             f"{outcome.worst:.0e})."
@@ -278,7 +278,7 @@ def _comments(draft_plan: Draft, search: Search, outcome: Outcome, sink: Sink) -
     whole = left_whole((*reached, *search.outside)) if outcome.verdict != "nothing" else ""
     if search.unreached:
         draft_plan.comment.append(
-            "Replicated, because the run of the small model does not reach it and it cannot be "
+            "Replicated, because the run of the proxy model does not reach it and it cannot be "
             f"proved: {', '.join(search.unreached)}."
         )
     _missing_inputs(draft_plan, outcome, sink)

@@ -78,7 +78,7 @@ def _why(name: str, facts: Facts, search: Search) -> str:
     plain = ".".join(s for s in modules.path if isinstance(s, str))
     path = next((p for p in search.parts if plain.startswith(p)), "")
     if path in search.unreached:
-        return "the run of the small model does not reach it"
+        return "the run of the proxy model does not reach it"
     inner = generic(name.replace("[", ".").replace("]", "")).removeprefix(f"{path}.*.")
     tried = (*search.parts.get(path, ()), *search.outside)
     choice = next((c for c in tried if inner in c.members or name in c.members), None)
@@ -88,7 +88,7 @@ def _why(name: str, facts: Facts, search: Search) -> str:
         return "transformers' own plan does not split it"
     module = modules.module
     if search.ran is not None and search.ran.order and modules.first_name not in search.ran.order:
-        return "the small model's run does not call it"
+        return "the proxy model's run does not call it"
     if module.kind in ("linear", "conv1d", "embedding"):
         return "no other linear of its block takes or gives what it does"
     own = ", ".join(f"{p.name} {list(p.shape)}" for p in module.parameters[:3])

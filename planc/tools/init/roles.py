@@ -1,4 +1,4 @@
-"""The roles of a model's modules, derived from the recorded flow of its small model.
+"""The roles of a model's modules, derived from the recorded flow of its proxy model.
 
 Blocks are the repeated entries of a module list. Inside a block, a *projection group* is a few
 linears to split colwise (query, key, value; gate and up) and one to split rowwise (the output

@@ -1,6 +1,6 @@
 """Finds, for each part of a model, the best split of its weights that layout flow proves.
 
-The search starts with the best recipe of every part, runs the small model, and steps back where
+The search starts with the best recipe of every part, runs the proxy model, and steps back where
 the run refutes it: a part with wrong outputs gets its next recipe. Layouts are inferred; where that
 is impossible, the splits are added one after the other, each by its best recipe that goes with
 those before it. Every step uses up a candidate, so the search terminates.
@@ -30,12 +30,12 @@ from planc.tools.init.roles import Roles, RunRecord
 
 _NO_PARTS = 'no list of blocks: an nn.ModuleList, or an nn.ModuleDict with keys "0", "1", ...'
 _MOST = 60
-"""The most runs of the small model; models have far fewer parts."""
+"""The most runs of the proxy model; models have far fewer parts."""
 
 
 @dataclass(slots=True)
 class Search:
-    """The state of the search: of the small model its facts, builder (None if it cannot run), roles
+    """The state of the search: of the proxy model its facts, builder (None if it cannot run), roles
     and run; the plan that is filled in; the rules of transformers, where these are `given`; and why
     no hidden states can be parts of the sequence.
     """

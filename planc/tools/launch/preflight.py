@@ -57,7 +57,7 @@ class Report:
         every: the facts of each rank.
         seen: the links of each rank; empty where no collective was tried.
         needed: bytes.
-        small: the small model that all ranks have trained.
+        small: the proxy model that all ranks have trained.
     """
 
     sink: Sink = field(default_factory=Sink)
@@ -146,7 +146,7 @@ def preflight(
 
 
 def _together(ranks: Peers, plan: Compiled, asked: Wanted, report: Report) -> None:
-    """Runs the checks that need all ranks: their links, and the training of a small model."""
+    """Runs the checks that need all ranks: their links, and the training of a proxy model."""
     assert plan.lowered is not None
     report.seen = _links(plan.lowered, ranks)
     if report.seen:

@@ -1,4 +1,4 @@
-"""A small model of the family, trained on all ranks of a job as the plan spreads it, and beside
+"""A proxy model of the family, trained on all ranks of a job as the plan spreads it, and beside
 that on each rank alone: the numbers must be the same on these nodes, with their links.
 """
 
@@ -27,7 +27,7 @@ from planc.tools.launch.peers import Peers
 MOST = 64
 """Data ranks whose rows a single process reads too, for the comparison."""
 SHARE = 0.5
-"""The share of the time limit after which no small model is trained."""
+"""The share of the time limit after which no proxy model is trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ def train(compiled: Compiled, ranks: Peers, *, allow_code: bool) -> SmallModelRu
         seconds=ranks.limit,
         code=compiled.facts.code if compiled.facts else "",
     )
-    ranks.at("training the small model")
+    ranks.at("training the proxy model")
     began = ranks.seconds
     found: dict[str, Any] = {"rank": ranks.rank, "device": device()}
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -88,7 +88,7 @@ def train(compiled: Compiled, ranks: Peers, *, allow_code: bool) -> SmallModelRu
         return SmallModelRun(reason=str(error))
     finally:
         logging.disable(logging.NOTSET)
-    every = ranks.gather("small model", found)
+    every = ranks.gather("proxy model", found)
     return _judge(every, ranks.seconds - began, case, sink=Sink()) if every else SmallModelRun()
 
 
@@ -123,7 +123,7 @@ def _not_run(compiled: Compiled, allow_code: bool) -> Iterator[str]:
 
 
 def _case(compiled: Compiled) -> SmallCase | str:
-    """The small model on the mesh of the job."""
+    """The proxy model on the mesh of the job."""
     assert compiled.plan is not None
     mesh = compiled.plan.mesh
     made = small_case(compiled, with_experts({a.name: a.size for a in mesh.axes}, mesh))

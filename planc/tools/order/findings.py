@@ -81,7 +81,7 @@ def known_order(compiled: Compiled, sink: Sink) -> Order | None:
 
 
 def _unknown(what: str, error: NotCountedError, sink: Sink) -> None:
-    help = "`planc verify` runs a small model on real processes"
+    help = "`planc verify` runs a proxy model on real processes"
     sink.warning("PL616", f"{what} is not known: {error}", *error.where, help=help)
 
 

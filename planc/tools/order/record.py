@@ -131,7 +131,7 @@ def of_places(compiled: Compiled, step: Step) -> Order:
 def small_orders(
     compiled: Compiled, runner: RankRunner, *, allow_code: bool = False
 ) -> Iterator[Order]:
-    """The orders of all ranks of small meshes, with a small model, in steps of several passes.
+    """The orders of all ranks of small meshes, with a proxy model, in steps of several passes.
 
     Raises:
         NotCountedError: there is no such model, or its ranks cannot be run.

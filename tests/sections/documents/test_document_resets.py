@@ -501,7 +501,7 @@ def line_of(family, parts):
         return f"| {family} | {REFUSED.get(family, 'its text model is of another family')} | | |"
     names = list(dict.fromkeys(HOW[part] for part in parts))
     if not {family, f"{family}_text"} & {*FAMILIES}:
-        names.append("not run: planc builds no small model of it")
+        names.append("not run: planc builds no proxy model of it")
     told = sorted({TOLD[part] for part in parts if part in TOLD})
     padding = "separate" if {*parts} & {*UNMASKED} else "by the model"
     return f"| {family} | {', '.join(names)} | {', '.join(told) or '-'} | {padding} |"

@@ -54,7 +54,7 @@ def test_a_failure_is_unknown_and_not_cached(tmp_path, monkeypatch, caplog):
     with monkeypatch.context() as broken:
         error = MemoryError("no memory")
         broken.setattr(TransformersBuilder, "build", Mock(side_effect=error))
-        assert leaks(config, "GptOssForCausalLM") == "the small model does not run: no memory"
+        assert leaks(config, "GptOssForCausalLM") == "the proxy model does not run: no memory"
         kind = SimpleNamespace(__name__="GptOssForCausalLM")
         broken.setattr(leaking_rows, "class_of", lambda model: kind)
         broken.setattr(preconditions.distributed, "get_rank", lambda: 0)

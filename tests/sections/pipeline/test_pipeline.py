@@ -499,7 +499,7 @@ def test_a_model_whose_order_nothing_shows_is_not_cut(tmp_path, monkeypatch):
     from planc.elaborate.sections import pipeline as section
     from planc.proxy.block_order import BlockOrder
 
-    unknown = BlockOrder(problem="the small model does not run")
+    unknown = BlockOrder(problem="the proxy model does not run")
     monkeypatch.setattr(section, "block_order", lambda *_: unknown)
     assert compiled_own(load("llama-3.1-8b", Sink()), tmp_path)[1] == ["PL566"]
 
