@@ -34,7 +34,7 @@ class Program:
         sizes: those in the heads of sections that `--set` gives, by name.
         mesh: sized the first time an axis is looked up.
         roles_used: where an extended plan first uses a role that no let defines, by its name.
-        timetables: the texts of timetables, by the place of the call that names each.
+        timetables: the texts of schedule files, by the place of the call that names each.
         broken: sections with errors.
     """
 

@@ -1,4 +1,4 @@
-"""The timetable of a pipeline: which rank runs which pass when, and how much waits in flight."""
+"""The schedule of a pipeline: the passes of each rank in order, and the passes in flight."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Timetable:
 def orders(
     schedule: str, ranks: int, chunks: int, micro_batches: int, rows: tuple[str, ...] = ()
 ) -> list[list[Pass]]:
-    """The passes of each rank, in order; `rows` are those of a plan's own timetable."""
+    """The passes of each rank, in order; `rows` are the schedule of a file."""
     if rows:
         owned = (stages_of_rank(schedule, i, ranks, ranks * chunks) for i in range(ranks))
         return [[*_passes(row, own)] for row, own in zip(rows, owned, strict=True)]
@@ -178,7 +178,7 @@ def timetable(
         forward, backward: seconds of each stage's pass; a split backward's halves are equal.
         hops: seconds that a micro-batch takes from each stage but the last one to the next, on
             another rank, and its gradient back; none for no time.
-        rows: the plan's own timetable.
+        rows: the schedule of a file.
     """
     lists, stages = orders(schedule, ranks, chunks, micro_batches, rows), ranks * chunks
     own = [stages_of_rank(schedule, rank, ranks, stages) for rank in range(ranks)]

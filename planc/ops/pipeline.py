@@ -161,7 +161,7 @@ class Pipeline(Op):
         return (self.axis,)
 
     def simplify(self, context: call.Context, *, precision: bool) -> Self:
-        # a timetable has passes for its own number of microbatches
+        # a schedule file has passes for its own number of microbatches
         return self if self.timetable else replace(self, microbatches=self.stages)
 
     def claims(self, collective: ObservedCall) -> CallClaim | None:

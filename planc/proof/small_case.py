@@ -178,7 +178,7 @@ def small_case(
     op = compiled.plan.pipeline.op if compiled.plan.pipeline else None
     if op and op.timetable and sizes[op.axis] not in (1, compiled.plan.mesh.size(op.axis)):
         real = compiled.plan.mesh.size(op.axis)
-        return Unrepresented(reason=f"its timetable is for {real} ranks of {op.axis}")
+        return Unrepresented(reason=f"its schedule is for {real} ranks of {op.axis}")
     ranks[AxisRole.TENSOR] = max(RANKS, compiled.plan.split_of_heads(sizes))
     staged = with_stages(compiled.plan, sizes)
     model = small_model(compiled.facts, ranks, staged)

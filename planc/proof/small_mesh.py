@@ -139,8 +139,9 @@ def with_experts(sizes: dict[str, int], mesh: Mesh) -> dict[str, int]:
 
 
 def for_timetable(sizes: dict[str, int], plan: Plan) -> dict[str, int]:
-    """The sizes of a small mesh on which a plan's timetable runs: all ranks of its axis, and one of
-    others where these are too many together.
+    """The sizes of a small mesh on which a schedule file runs: all ranks of the pipeline axis.
+
+    Other axes get one rank if all together are too many.
     """
     op = plan.pipeline.op if plan.pipeline else None
     if op is None or not op.timetable or plan.mesh.size(op.axis) > MOST or sizes[op.axis] == 1:

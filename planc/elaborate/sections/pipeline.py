@@ -128,13 +128,13 @@ def _schedule(
     ranks, microbatches = program.mesh.size(axis), settings.values["microbatches"]
     try:
         if found is None:
-            raise TimetableError('no file was read: write `schedule = file("timetable.csv")`')
+            raise TimetableError('no file was read: write `schedule = file("schedule.csv")`')
         # what cannot be read is PL006 already
         terms = {"ranks": ranks, "stages": stages, "microbatches": microbatches}
         return timetable(found, **terms) if found else ("", ())
     except TimetableError as error:
         shape = f"{stages} stages on {ranks} ranks, {microbatches} microbatches"
-        message = f"this timetable cannot be run: {error}"
+        message = f"this schedule cannot be run: {error}"
         hint = "each stage runs forward and backward once for each microbatch"
         program.sink.error(
             "PL568", message, value.origin, facts=[f"the plan has {shape}"], help=hint

@@ -19,7 +19,7 @@ Action = tuple[int, str, int]
 
 
 class TimetableError(Exception):
-    """A mistake in a timetable."""
+    """A mistake in a schedule file."""
 
 
 def timetable(
@@ -99,7 +99,7 @@ def _placement(rows: Sequence[Sequence[Action]], ranks: int, stages: int) -> str
 
 
 def _runs(rows: Sequence[Sequence[Action]], stages: int) -> None:
-    """Each pass comes after those that it needs, and no rank waits for ever.
+    """Each pass comes after those that it needs, and no rank waits forever.
 
     The last stage's forward passes are in order: torch keeps losses so (`_internal_losses`).
     """
@@ -123,7 +123,7 @@ def _runs(rows: Sequence[Sequence[Action]], stages: int) -> None:
     for rank, row in enumerate(rows):
         if at[rank] < len(row):
             stage, kind, micro = row[at[rank]]
-            raise TimetableError(f"{stage}{kind}{micro} of rank {rank} waits for ever")
+            raise TimetableError(f"{stage}{kind}{micro} of rank {rank} waits forever")
 
 
 def _ready(action: Action, stages: int, done: set[Action]) -> bool:

@@ -160,7 +160,7 @@ class Peers:
 
     def _guard(self) -> None:
         """Ends this rank where the store stops to answer, as one that a stopped rank 0 holds: a
-        call to it waits for ever, so that the watch cannot say so. It makes no such call.
+        call to it waits forever, so that the watch cannot say so. It makes no such call.
         """
         quiet = QUIET + self._quiet
         while not self._ended.wait(BEAT):

@@ -16,7 +16,7 @@ from planc.tools.order.match import Different, Stuck, first_divergences, fits
 from planc.tools.order.record import Order, of_places, small_orders
 
 _MOST = 8
-"""Ranks that are listed of those that wait for ever."""
+"""Ranks that are listed of those that wait forever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,9 +163,9 @@ def _report_stuck(found: Stuck, count: int, sink: Sink) -> None:
     call, others = found.waits[first]
     if found.cycle:
         circle = " -> ".join(map(str, (*found.cycle, first)))
-        what = f"ranks wait for each other for ever, {circle}, on {found.network}"
+        what = f"ranks wait for each other forever, {circle}, on {found.network}"
     else:
-        what = f"rank {first} waits for ever for rank {others[0]}, which has ended its step"
+        what = f"rank {first} waits forever for rank {others[0]}, which has ended its step"
     lines = [one for rank, (one, _) in found.waits.items() if rank in (found.cycle or [first])]
     facts = [
         f"{_fact(one)}; waits for {', '.join(f'rank {o}' for o in others)}"

@@ -49,7 +49,7 @@ class Different:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stuck:
-    """Ranks that wait for ever.
+    """Ranks that wait forever.
 
     Args:
         network: that carries their messages.

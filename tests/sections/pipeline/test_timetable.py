@@ -98,8 +98,8 @@ def test_a_pass_in_other_order_is_run_in_that_order(tmp_path):
         ("0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1,1F2", "1F2 runs 1 times, and the plan has no such pass"),
         ("0F0,0B0,0F1,0B1\n1F0,1B0,2F1,1B1", "1F1 runs never"),
         ("1F0,1B0,1F1,1B1\n0F0,0B0,0F1,0B1", "neither in turn nor there and back"),
-        ("0B0,0F0,0F1,0B1\n1F0,1B0,1F1,1B1", "0B0 of rank 0 waits for ever"),
-        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "waits for ever"),
+        ("0B0,0F0,0F1,0B1\n1F0,1B0,1F1,1B1", "0B0 of rank 0 waits forever"),
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "waits forever"),
         ("0F1,0F0,0B1,0B0\n1F1,1F0,1B1,1B0", "1F1 is before 1F0"),
         ("0F0,0SEND_F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1", "0SEND_F0 has no 1RECV_F0"),
         ("0F0,0B0,0F1,0B1,1RECV_F0\n1F0,1B0,1F1,1B1", "1RECV_F0 has no 0SEND_F0"),
@@ -115,7 +115,7 @@ def test_mistakes(rows, said):
 
 def test_a_mistake_is_a_finding_at_the_line(tmp_path):
     _, errors = compiled(tmp_path, "0F0,0B0\n1F0", micro=1)
-    assert errors == [("PL568", "this timetable cannot be run: 1B0 runs never")]
+    assert errors == [("PL568", "this schedule cannot be run: 1B0 runs never")]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
