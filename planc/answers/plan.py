@@ -230,7 +230,7 @@ def step_of(
 
 
 def step_order(compiled: Compiled, step: Step, sink: Sink) -> Order | None:
-    """The calls of a rank of each place of the pipeline in a step, in their order; None after
+    """The calls of each pipeline rank in a step, in their order; None after
     PL727: one rank alone cannot run the step.
     """
     from planc.tools.measure.count import NotCountedError

@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     output.show(sink, "full", sys.stderr, quiet=True)
     if compiled.lowered is None or sink.failed:
         return output.exit_code(sink)
-    with output.waiting("running a rank of each place of the pipeline"):
+    with output.waiting("running each pipeline rank"):
         order = known_order(compiled, sink)
     output.show(sink, "full", sys.stderr, quiet=True)
     made = hang.explain(found, compiled.lowered, order)

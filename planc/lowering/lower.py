@@ -109,7 +109,7 @@ def _adapter_rules(plan: Plan) -> list[TensorRule]:
 
 
 def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
-    """The operations of the ranks at one place of the pipeline, by these ranks' modules alone, but
+    """The operations of one pipeline rank, by these ranks' modules alone, but
     for the adapters, which are added while the model is whole.
     """
     tensor, derived = _wide(plan), _adapter_rules(plan)

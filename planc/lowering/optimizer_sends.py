@@ -72,7 +72,7 @@ def optimizer_sends(op: Optimize, step: Step) -> Iterator[Sent]:
 
 
 def buckets_of(stage: Stage, step: Step) -> Iterator[Buckets]:
-    """The buckets on the ranks at one place of the pipeline."""
+    """The buckets of one pipeline rank."""
     groups: dict[object, list[Matrices]] = {}
     for one in _matrices(stage, step):
         groups.setdefault(_alike(one), []).append(one)
@@ -93,7 +93,7 @@ def _alike(one: Matrices) -> object:
 
 
 def _matrices(stage: Stage, step: Step) -> Iterator[Matrices]:
-    """Yields the matrices that Muon steps on the ranks at one place of the pipeline."""
+    """Yields the matrices that Muon steps on one pipeline rank."""
     load = step.lowered.load.dtype
     splits = [op for op in stage.ops if op.weight_shapes]
     placed = _placements(stage)

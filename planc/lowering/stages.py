@@ -13,7 +13,7 @@ from planc.ops.pipeline import Pipeline, stages_of_rank
 
 
 def of_ranks(plan: ir.Plan, facts: Facts) -> Iterator[tuple[ir.Plan, Facts]]:
-    """The plan and the facts of the ranks at each place of the pipeline, in order.
+    """The plan and the facts of each pipeline rank, in order.
 
     The modules of other stages have no parameters there, and no rule acts on them.
     """

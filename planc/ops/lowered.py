@@ -86,7 +86,7 @@ class ExpertMesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """The operations of the ranks at one place of the pipeline axis, and their memory.
+    """The operations of one pipeline rank, and their memory.
 
     They hold one stage of the pipeline, or several where the schedule interleaves stages. A plan
     without a pipeline has one.

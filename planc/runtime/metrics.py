@@ -111,7 +111,7 @@ class Meter:
         self.own[at + 1 : at + count + 2].scatter_add_(0, flat, torch.ones_like(flat))
 
     def _dropped(self, at: int, tokens: Tensor) -> None:
-        """Counts the choices of a pass that find no slot."""
+        """Counts the choices of a pass that are dropped."""
         if self._counts():
             self.own[at] += tokens
 

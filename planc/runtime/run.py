@@ -276,7 +276,7 @@ class Run(InNotebooks):
         return accumulation(self.lowered, global_batch, rows, self.data_rank)
 
     def forward_backward(self, batches: Sequence[Batch], *, passes: int | None = None) -> Tensor:
-        """The forward and backward passes of a step, under any plan; every rank calls it.
+        """Runs the gradient accumulation steps of a step, under any plan; every rank calls it.
 
         Gradients accumulate, as those of the mean loss over all tokens of the step: those of all
         batches, of their microbatches in a pipeline, and of all data ranks.

@@ -104,7 +104,7 @@ class TrainingStep:
     def run(
         self, run: RunParts, batches: Sequence[Batch], *, trains: bool, passes: int | None
     ) -> Tensor:
-        """The passes of a step; returns the mean loss over all ranks, a scalar on every rank.
+        """Runs the gradient accumulation steps; returns the mean loss of all ranks as a scalar.
 
         Args:
             batches: of this rank, of one step.

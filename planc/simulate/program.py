@@ -318,7 +318,7 @@ def _accumulate(
     traced: bool,
     draws: bool,
 ) -> None:
-    """The passes of a step in a plan without stages, as a script's own loop has them."""
+    """Runs the gradient accumulation steps of a plan without stages, as a script's loop does."""
     step, weight = batches.steps[number], batches.weight(number)
     extra = dict[str, Any]()
     if batches.counted:

@@ -19,7 +19,7 @@ class RankStep:
 
     Args:
         rows, tokens: of each pass of a rank.
-        micro_batches: passes of a step.
+        micro_batches: gradient accumulation steps.
         dtype: that the parameters are built in; empty for the configuration's own.
         optimizer: `adamw`, `adam`, `sgd` or `momentum`, where the plan has no optimizer section.
         attention: transformers' `attn_implementation`.

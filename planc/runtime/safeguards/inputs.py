@@ -312,7 +312,7 @@ class PassComparison:
                 "tokens",
                 *labels,
                 help="divide the sum of the tokens' losses by `run.num_items_in_batch(*batches)`, "
-                "of all passes of a step",
+                "for all gradient accumulation steps",
             )
         return int(max(each.strayed for each in rows))
 
@@ -356,7 +356,7 @@ class PassComparison:
                 "labels",
                 *script_line("the loss is averaged here"),
                 help="call `run.forward_backward(batches)`, or the model with `num_items_in_batch="
-                "run.num_items_in_batch(*batches)`, of all passes of a step",
+                "run.num_items_in_batch(*batches)`, for all gradient accumulation steps",
             )
 
 

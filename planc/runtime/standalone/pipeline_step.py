@@ -34,7 +34,7 @@ def forward_backward(
     *,
     trains: bool = True,
 ) -> list[Tensor]:
-    """The passes of a step through a pipeline; gradients accumulate.
+    """Runs the microbatches of a step through a pipeline; gradients accumulate.
 
     Every rank calls it.
 

@@ -69,7 +69,7 @@ def order(compiled: Compiled, sink: Sink, *, allow_code: bool = False) -> OrderV
 
 
 def known_order(compiled: Compiled, sink: Sink) -> Order | None:
-    """The calls of the first rank of each place of the pipeline, for the model as it is; None after
+    """The calls of the first rank of each pipeline rank, for the model as it is; None after
     PL616.
     """
     assert compiled.lowered is not None

@@ -114,7 +114,7 @@ def explain(dumps: Mapping[int, RankDump], lowered: Lowered, order: Order | None
 
     Args:
         dumps: by rank.
-        order: what the first rank of each place of the pipeline calls; None where it is not known.
+        order: the calls of the first rank of each pipeline rank; None if they are unknown.
     """
     groups = Groups(lowered)
     found: dict[int, Waiting] = {}

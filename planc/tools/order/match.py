@@ -272,7 +272,7 @@ def fits(
 def first_divergences(
     ranks: Sequences, places: Mapping[int, int]
 ) -> Iterator[tuple[RankCall | None, RankCall | None]]:
-    """Ranks of one place of the pipeline run one program: where a rank first calls something else
+    """Ranks with one pipeline coordinate run one program: where a rank first calls something else
     than most of its place, a call of one of these and its own; None where one has ended.
     """
     programs = {rank: tuple(map(_program, calls)) for rank, calls in ranks.items()}

@@ -102,7 +102,7 @@ def record_ranks(
 
 
 def of_places(compiled: Compiled, step: Step) -> Order:
-    """The order of the first rank of each place of the pipeline, of the model as it is.
+    """The order of the first rank of each pipeline rank, of the model as it is.
 
     Args:
         compiled: a plan without errors.

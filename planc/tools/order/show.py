@@ -90,7 +90,7 @@ def _fold(found: Sequence[Row], period: int) -> list[Row]:
 
 
 def lines(order: Order, *, sized: bool) -> Iterator[str]:
-    """A table for each place of the pipeline.
+    """A table for each pipeline rank.
 
     Args:
         sized: whether the sizes are those of a batch that was asked for.

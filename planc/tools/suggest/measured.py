@@ -45,7 +45,7 @@ class MeasuredRanks:
     """
     Args:
         answer: the estimate of the same step.
-        counted: the same, with what a rank of each place of the pipeline held.
+        counted: the same, with the bytes that each pipeline rank held.
         ranks: what was run.
         device: where; empty for fake tensors.
         images: of each row.
@@ -149,7 +149,7 @@ RUN = 3
 def run_first(
     candidates: Candidates, best: Sequence[Candidate], request: Request
 ) -> Iterator[Candidate]:
-    """The plans of a search, of which the first are run, each at the place of the pipeline that
+    """The plans of a search, of which the first are run, each at the pipeline rank that
     the estimate has as the fullest. One that then needs more memory than there is is left out; one
     that a rank alone cannot run stays as it was.
     """
