@@ -58,6 +58,16 @@ def elaborate(
 ) -> Plan | None:
     """Elaborates a plan (files, extended ones first) for one model on one mesh.
 
+    Before, a syntax tree:
+        let block = model.layers.*
+        tensor on tp { $block.mlp.up_proj : colwise }
+        mesh { dp_shard = auto  tp = 2 }
+
+    After, for 8 ranks and 32 layers:
+        Mesh(axes = (dp_shard 4, tp 2))
+        TensorRule(modules = model.layers[0:32].mlp.up_proj, axis = "tp", style = Colwise())
+        each with the span of its line
+
     Args:
         sink: receives PL01x, PL1xx (names), PL3xx (mesh) and PL650 (family).
         settings: `name=value` for options and mesh axes.

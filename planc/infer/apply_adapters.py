@@ -29,9 +29,17 @@ _Kept = Callable[[Parameter], str]
 
 
 def adapt_plan(plan: Plan, facts: Facts) -> tuple[Plan, Facts]:
-    """A plan and its model with the adapters: new modules, frozen weights, units of A and B.
+    """Adds the adapters of a plan to the plan and its model; both are unchanged without adapters.
 
-    Without adapters both are returned unchanged.
+    Before:
+        adapters { model.layers.*.self_attn.q_proj : lora(rank = 8, alpha = 16) }
+        q_proj: Linear with `weight` [4096, 4096]
+        q_proj.weight is trainable
+
+    After:
+        (the rule is applied: `Plan.adapted`)
+        q_proj: base_layer with `weight`, lora_A.default [8, 4096], lora_B.default [4096, 8]
+        q_proj.base_layer.weight is frozen, and lora_A and lora_B are trainable
     """
     if plan.adapters is None or not plan.adapters.rules:
         return plan, facts

@@ -18,8 +18,19 @@ _REASON = "each rank runs it on its own images, so its gradient is a summand"
 
 
 def divide_images(plan: Plan, facts: Facts, sink: Sink) -> Plan:
-    """The plan with the rules that sum the gradients of towers, or with the factor of the gradients
-    of features, where FSDP takes their mean over the axis; reports PL572.
+    """Makes the gradients of a vision encoder right if ranks encode different images of equal rows.
+
+    Before:
+        tensor on tp { images = rows }    (each rank has the gradients of its own images)
+        no rule on the vision encoder
+        no factor of the features' gradients
+
+    After:
+        tensor on tp { images = rows }
+        replicate(gradient = sum) on the vision encoder, if FSDP does not reduce over tp
+        else the features' gradients are multiplied by tp, because FSDP takes their mean
+
+    Reports PL572.
     """
     settled = []
     for setting in plan.images:

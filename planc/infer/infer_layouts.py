@@ -54,8 +54,19 @@ class LayoutClash:
 
 
 def infer_layouts(plan: Plan, facts: Facts, sink: Sink) -> Plan:
-    """The plan with the layouts of all sections that leave them open, and with what draws random
-    numbers; reports PL151 and PL524 to PL528.
+    """Infers the layouts that tensor sections leave open; reports PL151 and PL524 to PL528.
+
+    Before:
+        model.layers.*.self_attn.o_proj   : rowwise
+        model.layers.*.self_attn.q_proj   : colwise
+        (model.layers.*.input_layernorm has no rule)
+
+    After, with sequence parallelism:
+        model.layers.*.self_attn.o_proj   : rowwise(-> shard(1))
+        model.layers.*.self_attn          : input(shard(1) -> replicate)
+        model.layers.*.input_layernorm    : sequence
+
+    The lines of code that draw random numbers are noted in the plan too.
     """
     for setting in plan.sequence:
         if plan.mesh.size(setting.axis) > 1 and "tensor" not in plan.broken:

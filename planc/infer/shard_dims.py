@@ -14,7 +14,18 @@ UnitOrSpread = TypeVar("UnitOrSpread", Unit, SpreadRule)
 
 
 def choose_shard_dims(plan: Plan, facts: Facts, sink: Sink) -> Plan:
-    """The plan with every `auto` resolved; one that cannot be resolved is PL382, at its line."""
+    """Resolves `shard_dim = auto`; reports PL382 at the line if no dim can be sharded.
+
+    Before:
+        model.layers.*.mlp.experts : unit(on = ep_shard, shard_dim = auto)
+        (gate_up_proj [8, 2048, 512] and down_proj [8, 256, 2048] on a rank)
+        (ep_shard = 16)
+
+    After:
+        model.layers.*.mlp.experts : unit(on = ep_shard, shard_dim = 1)
+        (gate_up_proj [8, 128, 512], because 16 ranks cannot share 8 rows)
+        (down_proj [8, 16, 2048])
+    """
     section = plan.fsdp
     if section is None or not section.shard or {"fsdp", "tensor"} & plan.broken:
         return plan

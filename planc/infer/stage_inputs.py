@@ -8,8 +8,17 @@ from planc.model.facts import Facts
 
 
 def place_styled_inputs(plan: Plan, _facts: Facts, _sink: Sink) -> Plan:
-    """A plan in which what stands before the blocks, and has a tensor style but no parameters, is
-    on the first stage alone: elsewhere its results, laid out, would meet plain placeholders.
+    """Puts modules before the blocks on the first stage only, if they have a tensor style.
+
+    Before:
+        tensor on tp { model.rotary_emb : output(replicate -> shard(1)) }
+        stage 0: model.embed_tokens, model.layers[0:16]    (inputs = model.embed_tokens)
+        model.rotary_emb has no parameters, so it runs on every stage
+
+    After:
+        tensor on tp { model.rotary_emb : output(replicate -> shard(1)) }
+        stage 0: model.embed_tokens, model.rotary_emb, model.layers[0:16]
+        other stages receive its results, instead of a DTensor next to plain placeholders
     """
     rule = plan.pipeline
     if rule is None:

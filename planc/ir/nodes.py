@@ -146,13 +146,14 @@ class SequenceSetting(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRule(Meaning):
-    """A style on a set of modules, over the axis of its section; the same modules may have rules
-    over other axes.
+    """A style on a set of modules over the axis of its section; other axes may have other rules.
 
     Args:
-        written: the style as its line has it.
-        open: whether its line leaves the layouts to inference.
-        inferred: why it is there, or has these layouts; None where its line says all of it.
+        modules, axis, style: such as `model.layers[0:32].mlp.o_proj`, `tp`, `rowwise(-> shard(1))`.
+        written: the place of the style in its line: of `rowwise` in `down_proj : rowwise`.
+        open: whether layouts are inferred: True for `rowwise`, False for `colwise(local = true)`.
+        inferred: the reason of the rule, or of its layouts, such as "follows from model.norm"; None
+            if its line states all of it.
     """
 
     modules: Modules
@@ -347,8 +348,7 @@ class AdapterRule(Meaning):
 class Adapters(Meaning):
     """The adapters section; all else is frozen.
 
-    `own`: A and B are units. `seed`: of initial values, equal on every rank. `units_origin`: of
-    `units`.
+    `own`: A and B are units. `seed`: of initial values. `units_origin`: of `units`.
     """
 
     rules: tuple[AdapterRule, ...]
@@ -398,10 +398,10 @@ class PipelineRule(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRule(Meaning):
-    """Fused experts that ranks divide, and how, in how many chunks, tokens come to them.
+    """Fused experts under expert parallelism, with their dispatch in a number of chunks.
 
-    `capacity` is the number of slots that each has in a row over the mean number of its tokens,
-    None for as many as there are; `drop` says which tokens find none. Both are so on one rank too.
+    `capacity`: the capacity of an expert in a row over its mean number of tokens; None without a
+    limit. `drop`: the choice of the tokens that are dropped. Both hold on one rank too.
     """
 
     modules: Modules
@@ -432,9 +432,7 @@ class OptimizerRule(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextRule(Meaning):
-    """An axis whose ranks have parts of each sequence; no `op` if the script slices them; and the
-    setting `images`, if there is one.
-    """
+    """An axis whose ranks hold sequence shards; `op` is None if the script slices sequences."""
 
     axis: str
     op: ContextParallel | None = None
@@ -483,8 +481,7 @@ class Plan(Meaning):
         tensor, experts: the rules of sections; kept over one rank too, where lowering drops them.
         sequence: the axes over which layouts are inferred.
         images: the axes whose ranks divide the images of a batch, or might.
-        draws: lines of the model's code that draw random numbers in the recorded forward, beside
-            nn.Dropout and what the configuration states.
+        draws: lines of the model's code, besides nn.Dropout, that draw random numbers.
         context: the axes whose ranks have parts of each sequence.
         attention: modules in which these exchange otherwise than in others.
         train: what the train sections freeze or unfreeze, outer modules first.

@@ -59,6 +59,16 @@ from planc.sections import Hook
 def lower(plan: Plan, facts: Facts) -> Lowered:
     """The ordered operations of a plan without errors, for its model, both with adapters.
 
+    Before:
+        tensor on tp { model.layers.*.mlp.up_proj : colwise }
+        checkpoint { model.layers.* : full }
+        fsdp on dp_shard { model.layers.* : unit }
+
+    After:
+        Parallelize(model.layers[0:32].mlp.up_proj, Colwise, axis tp)
+        Checkpoint(model.layers[0:32])
+        FullyShard(model.layers[0:32], over dp_shard)
+
     Styles over an axis of one rank are left out, and so is `replicate`, a no-op.
     """
     added = [*adapt(plan)]

@@ -70,12 +70,19 @@ def _dual(layout: Layout) -> Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contract:
-    """
+    """The layouts and the communication of a style.
+
     Args:
-        takes, gives: the inputs and outputs whose layouts the style states.
-        splits: the features that it splits of what the module computes; None where it splits none.
-        sums: whether the gradients of weights are summed over the ranks.
-        counted: whether flows and sums are all that its ranks send.
+        takes: the inputs whose layouts the style states. `colwise`: one flow from `replicate` to
+            `replicate` whose gradient is partial.
+        gives: the outputs whose layouts it states. `rowwise(-> shard(1))`: one flow from `partial`
+            to `shard(1)`, a reduce-scatter.
+        splits: the features of the matmul that it shards; None if it shards none. `colwise`:
+            `Side.OUT`; `rowwise`: `Side.IN`; `experts`: `Side.INSIDE`; `sequence`: None.
+        sums: whether the gradients of weights are summed over the ranks. True for `sequence`, whose
+            norm sees only a shard of the tokens on each rank.
+        counted: whether flows and sums are all that the ranks send. False for `features`, which
+            also all-reduces a mean.
     """
 
     takes: tuple[Flow, ...] = ()

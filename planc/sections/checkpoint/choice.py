@@ -189,8 +189,17 @@ class BudgetLine:
 def choose_rules(
     plan: Plan, applied: tuple[Plan, Facts], sink: Sink
 ) -> tuple[Plan, tuple[Plan, Facts]]:
-    """A plan, and the same with adapters, in which rules without a budget replace those with one;
-    PL583 or PL584 if a budget cannot be met.
+    """Replaces budgets by the checkpoints that fit them; reports PL583 or PL584 if none does.
+
+    Before:
+        checkpoint { model.layers.* : budget(8GiB, rows = 1, seq = 4096) }
+        (no module has a rule yet)
+        (no operator is chosen)
+
+    After, for example:
+        model.layers[0:20] : ops(save = [aten.mm.default(calls = [0, 1])])
+        model.layers[20:32] : full
+        (the budget is in `Plan.replaced`)
 
     Args:
         plan: without adapters.

@@ -14,7 +14,17 @@ from planc.model.facts import Facts
 
 
 def with_timed_stages(plan: Plan, facts: Facts, sink: Sink) -> Plan:
-    """A plan whose stages are cut by time, where it asks for that; another as it is.
+    """Cuts the stages of a pipeline by the time of their layers, if the plan asks for it.
+
+    Before:
+        stages = balanced(model.layers.*, seq = 4096)
+        stage 0: model.layers[0:16]     (equal work of parameters)
+        stage 1: model.layers[16:32], lm_head
+
+    After:
+        stages = balanced(model.layers.*, seq = 4096)
+        stage 0: model.layers[0:18]     (equal seconds)
+        stage 1: model.layers[18:32], lm_head
 
     Args:
         plan, facts: without adapters; the stages have as much work each.
