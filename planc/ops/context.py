@@ -25,11 +25,14 @@ from planc.ops.decisions import Decision, Question, decision_on
 
 _EXCHANGES = {
     "all_gather": "keys and values are all-gathered",
-    "ulysses": "heads are exchanged for tokens",
-    "ring": "keys and values go around",
+    "ulysses": "Ulysses all-to-all",
+    "ring": "ring attention",
     "gather": "attention gathers the tokens of all",
 }
-_STATES = {"state": "states are handed on", "gather": "what states come from is gathered"}
+_STATES = {
+    "state": "recurrent states are passed on",
+    "gather": "inputs of recurrent states are gathered",
+}
 _PATCHES = (ALONE, AFTER_TEXT, BEFORE_TEXT)
 _TOKENS = {
     "none": "a run of tokens",
@@ -46,10 +49,10 @@ class KeysOp(Op):
     Args:
         axis: its ranks read the same rows.
         attention: `all_gather` of keys and values, `ring`, where each rank sends them to the next,
-            `ulysses`, an all-to-all of heads for tokens, or `gather` of all that modules with code
-            of their own compute attention from.
-        ulysses: with `all_gather` and `ring`: of so many neighbours each first gets some heads of
-            the tokens of all, and keys and values come from the others.
+            `ulysses`, an all-to-all of sequence shards and heads, or `gather` of the inputs of
+            modules with attention code of their own.
+        ulysses: with `all_gather` and `ring`, the number of ranks of a Ulysses all-to-all before
+            it; keys and values then come from the other ranks.
     """
 
     axis: Axis
@@ -57,7 +60,7 @@ class KeysOp(Op):
     ulysses: Size = field(default=1, metadata=OMIT)
 
     def neighbours(self, ranks: int) -> int:
-        """The number of an axis' ranks that have some heads each of the same tokens."""
+        """The number of ranks in one Ulysses all-to-all; each gets a shard of the heads."""
         return ranks if self.attention == "ulysses" else gcd(self.ulysses, ranks)
 
     def among(self, ranks: int, real: int) -> Self:
@@ -72,9 +75,9 @@ class KeysOp(Op):
         return call.given(attention=self.attention, ulysses=several)
 
     def said(self, mesh: AxisSizes | None) -> str:
-        """`keys and values go around cp = 8, heads are exchanged for tokens among 2 neighbours`."""
+        """`ring attention over cp = 8, Ulysses all-to-all among 2 ranks`."""
         text = f"{_EXCHANGES[self.attention]} over {phrases.axes((self.axis,), mesh)}"
-        among = f", heads are exchanged for tokens among {self.ulysses} neighbours"
+        among = f", Ulysses all-to-all among {self.ulysses} ranks"
         return text + among * (self.ulysses > 1)
 
 
@@ -86,9 +89,9 @@ class ContextParallel(KeysOp):
         balance: which tokens a rank has: `none`, one run; `head_tail`, one of 2 x ranks runs from
             the beginning and its mirror image from the end; `per_document`, the same in each
             packed document.
-        exchange: what is exchanged of the states that go from token to token: `state`, or
-            `gather` of all that they are computed from, by which each rank computes all.
-        states: the functions, methods and modules that hand states on.
+        exchange: how ranks exchange recurrent states: `state` passes them on, `gather` all-gathers
+            their inputs, from which each rank computes all states.
+        states: the functions, methods and modules with recurrent state.
         holder: the module that puts features of images among the embeddings of whole rows, which
             are cut in front of its language model; empty for a model of text alone.
         blocks: the first and the last block, between which `gather` leaves each rank its tokens;

@@ -42,7 +42,7 @@ def passes_on(plan: Plan) -> Collection[str]:
 
 
 def pairs(plan: Plan) -> Collection[str]:
-    """The axes over which neighbours exchange heads for tokens, and others keys and values."""
+    """The axes with a Ulysses all-to-all among some ranks, and keys and values among others."""
     return {op.axis for op in plan.exchanges if 1 < op.ulysses < plan.mesh.size(op.axis)}
 
 

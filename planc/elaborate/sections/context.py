@@ -20,7 +20,7 @@ from planc.syntax import ast
 
 _SCRIPT, _GATHER = "script", "gather"
 _SEVERAL = ("all_gather", "ring")
-"""Exchanges before which some neighbours may exchange heads for tokens."""
+"""Exchanges that a Ulysses all-to-all may precede."""
 _ALL = (*_SEVERAL, "ulysses")
 """The exchanges that a layer may choose."""
 WORDS = {

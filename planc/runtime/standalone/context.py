@@ -2,7 +2,7 @@
 
 Attention is the only part of a model that must see other tokens, so only it
 communicates: a function registered with transformers' attention interface gathers keys
-and values (or exchanges heads for tokens), then calls the function that the model would
+and values (or runs a Ulysses all-to-all), then calls the function that the model would
 have called. Masks come from transformers' mask interface, over the tokens of all ranks.
 """
 
@@ -69,10 +69,10 @@ class ContextParallel:
     Args:
         model: of transformers, whose attention is called through its interface.
         mesh: the ranks that share a sequence.
-        attention: `all_gather` of keys and values, `ring`, where they go around the
-            ranks, or `ulysses`, which exchanges heads for tokens.
-        ulysses: with `all_gather` and `ring`, of so many neighbours each first gets
-            some of the heads of the tokens of all.
+        attention: `all_gather` of keys and values, `ring`, which passes them around
+            the ranks, or `ulysses`, an all-to-all of sequence shards and heads.
+        ulysses: with `all_gather` and `ring`, the number of ranks of a Ulysses
+            all-to-all before it.
         balance: which tokens a rank has: `none` for a run of them, `head_tail` for one
             of the beginning and one of the end, so that causal attention is as much
             work for each rank; `per_document` for the same in each packed document.

@@ -1,8 +1,8 @@
 """The exchange between the ranks of a context axis in an attention module.
 
-Of neighbours each gets some heads of the tokens of all of them (DeepSpeed Ulysses), and
-keys and values of these tokens are gathered from the other neighbours, or go around
-them; either can be all ranks of the axis (USP, arXiv:2405.07719).
+A Ulysses all-to-all gives each of some ranks a shard of the heads for all their tokens.
+Keys and values of the other ranks are all-gathered, or passed around in a ring. Either
+group can be all ranks of the axis (USP, arXiv:2405.07719).
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class KeyExchange:
     Args:
         mesh: the ranks that share a sequence.
         attention: as of `ContextParallel`.
-        ulysses: how many neighbours exchange heads for tokens, where not all do.
+        ulysses: the number of ranks of a Ulysses all-to-all, if not all.
     """
 
     ring: Ring | None = None

@@ -233,7 +233,7 @@ class ContextOfPatches(ContextOfRows):
     def around(
         self, module: nn.Module, joint: Joint, all_: Any, mask: Any, rest: Any
     ) -> Tensor:
-        """Attention to patches that go around the ranks."""
+        """Runs ring attention, which passes keys and values of patches around."""
         ring = self.keys.ring
         assert ring is not None
         # all attention modules of a pass that have this mask share what it says

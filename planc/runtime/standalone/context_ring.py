@@ -1,4 +1,4 @@
-"""Ring attention: keys and values go around the ranks, and queries stay.
+"""Ring attention: keys and values are passed around the ranks, and queries stay.
 
 A rank has its own keys and values and those of one other rank at a time. Pairs of
 queries and keys are computed in pieces: what pieces find is merged by the largest score
