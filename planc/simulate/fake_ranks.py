@@ -97,7 +97,7 @@ def alone(run: Run, form: Sequence[Any] | None, *, values: bool = False) -> Iter
     seen = partial(_causal, halves=getattr(context, "balance", "none") != "none")
     own = (
         (training_step, "_require_as_many", _as_many),
-        (RingMask, "seen", property(seen)),
+        (RingMask, "tile_visibility", property(seen)),
         (of_context, "batch_documents", lambda *_, **__: None),  # no row has a second one
         (DividedImages, "_sizes", _as_own),
         (pipeline_step, "rows_of_images", _equal_images),
@@ -167,7 +167,7 @@ def _equal_shares(own: LocalExperts, flats: list[Tensor]) -> list[Share]:
 
 
 def _causal(mask: RingMask, halves: bool) -> dict[tuple[int, int, int], list[bool]]:
-    """`seen` of a causal mask.
+    """The `tile_visibility` of a causal mask.
 
     Args:
         mask: of a rank.

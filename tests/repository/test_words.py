@@ -31,8 +31,8 @@ PARTICIPLES = re.compile(
 )
 NOUNS_AND_VERBS = {"need", "feed", "seed", "embed", "shared"}
 
-PARTICIPLES_AT_MOST = 306
-PREPOSITIONS_AT_MOST = 103
+PARTICIPLES_AT_MOST = 278
+PREPOSITIONS_AT_MOST = 84
 WORDS_AT_MOST = {
     "begin again": 8,
     "divide the experts": 18,

@@ -187,7 +187,7 @@ def experts_without_a_divisor():
 
 def dispatch_summed_twice():
     def twice(ctx, gradient):
-        return 2 * collectives.exchanged(gradient, *ctx.back), None, None, None
+        return 2 * collectives.exchange_rows(gradient, *ctx.back), None, None, None
 
     return mock.patch.object(expert_parallel.Exchange, "backward", staticmethod(twice))
 

@@ -142,7 +142,7 @@ class _Keep(torch.utils.checkpoint._CachingTorchDispatchMode):
         kept = self.storage.get(func, ())
         at = len(kept) - 1
 
-        def own(leaf: Any) -> Any:
+        def hold_leaf(leaf: Any) -> Any:
             if not isinstance(leaf.val, torch.Tensor):
                 return leaf
             if self.away[0]:
@@ -152,7 +152,7 @@ class _Keep(torch.utils.checkpoint._CachingTorchDispatchMode):
 
         if kept:
             wrapper = torch.utils.checkpoint._VersionWrapper
-            kept[at] = torch.utils._pytree.tree_map_only(wrapper, own, kept[at])
+            kept[at] = torch.utils._pytree.tree_map_only(wrapper, hold_leaf, kept[at])
 
     def _see(self, tensor: Tensor) -> None:
         if _memory(tensor) in self.held:
@@ -237,7 +237,7 @@ def offloading(pin: bool, **options: Any) -> Callable[..., Any]:
     """The `checkpoint_fn` that keeps a module's inputs on the CPU until backward."""
 
     def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        def called(*given: Any) -> Any:
+        def call(*given: Any) -> Any:
             return function(*given, **kwargs)
 
         def pack(tensor: Tensor) -> _Parked:
@@ -245,7 +245,7 @@ def offloading(pin: bool, **options: Any) -> Callable[..., Any]:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _Parked.back):
             checkpoint = torch.utils.checkpoint.checkpoint
-            return checkpoint(called, *args, use_reentrant=False, **options)
+            return checkpoint(call, *args, use_reentrant=False, **options)
 
     return run
 

@@ -48,7 +48,7 @@ class Factored:
             squares(p, gradient, blocks)
             for (p, blocks), gradient in zip(every, gradients, strict=True)
         ]
-        totals = iter(self.summed([tensor for some in found for tensor in some]))
+        totals = iter(self.all_reduce([tensor for some in found for tensor in some]))
         updates: list[tuple[Tensor, Tensor, Tensor]] = []
         for (p, blocks), gradient in zip(every, gradients, strict=True):
             seen, norm, *means = [next(totals) for _ in range(4 if p.ndim > 1 else 2)]
@@ -62,14 +62,14 @@ class Factored:
             least = epsilon(p, group) ** 2
             update = moment.clamp_(min=least).rsqrt_().mul_(gradient)
             updates.append((p, update, size))
-        norms = self.summed([update.square().sum() for _, update, _ in updates])
+        norms = self.all_reduce([update.square().sum() for _, update, _ in updates])
         for (p, update, size), norm in zip(updates, norms, strict=True):
             clip = ((norm / p.numel()).sqrt() / group["d"]).clamp(min=1.0)
             own = part_of(p)
             own.mul_(1 - group["lr"] * group["weight_decay"])
             own.sub_(update.mul_(size / clip))
 
-    def summed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def all_reduce(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The sums over the ranks, by one collective."""
         if self.group is None or not tensors:
             return [*tensors]
@@ -116,11 +116,11 @@ def second_moment(
     share = float(step) ** group["beta2_decay"]
     terms = {"share": share, "group": group, "state": state}
     if parameter.ndim == 1:
-        return averaged("variance", gradient.square(), parameter, **terms)
+        return update_average("variance", gradient.square(), parameter, **terms)
     *_, height, width = parameter.shape
     rows, columns = (sums[0] / width).unsqueeze(-1), (sums[1] / height).unsqueeze(-2)
-    rows = averaged("row_var", rows, parameter, **terms)
-    columns = averaged("col_var", columns, parameter, **terms)
+    rows = update_average("row_var", rows, parameter, **terms)
+    columns = update_average("col_var", columns, parameter, **terms)
     rows = rows / rows.mean(dim=-2, keepdim=True).clamp(min=epsilon(parameter, group))
     moment = torch.empty_like(gradient)
     for inner, outer in blocks:
@@ -130,7 +130,7 @@ def second_moment(
     return moment
 
 
-def averaged(
+def update_average(
     name: str,
     value: Tensor,
     parameter: Tensor,

@@ -53,14 +53,14 @@ class Exchange(torch.autograd.Function):  # type: ignore[misc]
         ctx: Any, rows: Tensor, sent: Sizes, received: Sizes, group: Any
     ) -> Tensor:
         ctx.back = received, sent, group
-        return exchanged(rows, sent, received, group)
+        return exchange_rows(rows, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return exchanged(gradient, *ctx.back), None, None, None
+        return exchange_rows(gradient, *ctx.back), None, None, None
 
 
-def exchanged(rows: Tensor, sent: Sizes, received: Sizes, group: Any) -> Tensor:
+def exchange_rows(rows: Tensor, sent: Sizes, received: Sizes, group: Any) -> Tensor:
     """The rows that other ranks have sent, by rank."""
     out = rows.new_empty((sum(received), *rows.shape[1:]))
     distributed.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
@@ -79,7 +79,7 @@ class Sending:
         self.gradient: Tensor | None = None
         self.rows: Tensor | None = SendRows.apply(rows, self)
 
-    def arrived(self) -> Tensor:
+    def receive(self) -> Tensor:
         """The rows that other ranks have sent, by rank; once, as nothing is kept."""
         rows, self.rows = self.rows, None
         return ReceiveRows.apply(rows, self)
@@ -132,7 +132,7 @@ class ReceiveRows(torch.autograd.Function):  # type: ignore[misc]
         return gradient, None
 
 
-def swapped(value: Tensor, group: Any, source: int, target: int) -> Tensor:
+def swap_sharded_dim(value: Tensor, group: Any, source: int, target: int) -> Tensor:
     """Splits dim `source` over the ranks; concatenates their parts along `target`: from
     all heads of a part of the tokens to a part of the heads of all, or back.
     """

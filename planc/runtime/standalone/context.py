@@ -153,10 +153,10 @@ class ContextParallel:
         if self.tables and batch.get("position_ids") is not None:
             raise ContextError("the model takes no `position_ids`, and gets some")
         return part_of_batch(
-            batch, self.rank, self.size, self.balance, counting=self._counted
+            batch, self.rank, self.size, self.balance, counting=self._model_positions
         )
 
-    def _counted(self, batch: Mapping[str, Any]) -> Tensor | None:
+    def _model_positions(self, batch: Mapping[str, Any]) -> Tensor | None:
         """The positions that the model counts; in documents that a mask tells apart."""
         if self.counting is not None:
             return self.counting(batch)
@@ -243,7 +243,7 @@ class ContextParallel:
         hidden = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
         return args, {**kwargs, cache_argument(layer): PartCache(self, hidden)}
 
-    def gathered(self, part: Tensor) -> Tensor:
+    def gather_tokens(self, part: Tensor) -> Tensor:
         """A tensor `[rows, heads, tokens, ...]` of all ranks, rank by rank."""
         found: Tensor = GatherSequence.apply(part, self.group)
         return found
@@ -279,7 +279,9 @@ class ContextParallel:
             )
         packed, self.packs = self.packs, False
         arguments |= {
-            "mask_function": tokens.seen(arguments["mask_function"], packed=packed),
+            "mask_function": tokens.adapt_mask_function(
+                arguments["mask_function"], packed=packed
+            ),
             "attention_mask": None,
             "allow_is_causal_skip": False,
             "allow_is_bidirectional_skip": False,
@@ -337,7 +339,7 @@ class ContextParallel:
         """
         name, own, keys = type(module).__name__, query.shape[2], self.keys_of(module)
         if isinstance(mask, SeveralMasks):
-            mask = mask.of(keys)
+            mask = mask.mask_for(keys)
         if any(isinstance(t, DTensor) for t in (query, key, value)):
             raise ContextError(f"{name} gets DTensors: local tensors are needed")
         if kwargs.get("position_bias") is not None:
@@ -348,13 +350,13 @@ class ContextParallel:
             raise ContextError(f"{name} {text}")
         if keys.heads == 1:
             return self._of_heads(module, module, (query, key, value), mask, kwargs)
-        both = tuple(keys.swapped(t, 1, 2, name) for t in (query, key, value))
+        both = tuple(keys.swap_sharded_dim(t, 1, 2, name) for t in (query, key, value))
         caller: Any = module
         if kwargs.get("s_aux") is not None:
             kwargs["s_aux"] = keys.heads_of(kwargs["s_aux"])
             caller = SomeHeads(module, kwargs["s_aux"])
         output, _ = self._of_heads(module, caller, both, mask, kwargs)
-        output = keys.swapped(output.transpose(1, 2), 2, 1, name)
+        output = keys.swap_sharded_dim(output.transpose(1, 2), 2, 1, name)
         return output.transpose(1, 2).contiguous(), None
 
     def _of_heads(
@@ -376,7 +378,7 @@ class ContextParallel:
             return ring_attention(module, both, mask, keys.ring, given), None
         query, key, value = both
         if keys.others > 1:
-            every = keys.gathered(torch.cat([key, value], -1))
+            every = keys.gather_tokens(torch.cat([key, value], -1))
             key, value = every.split([key.shape[-1], value.shape[-1]], -1)
         attention = self._own_attention(module)
         output, seen = attention(caller, query, key, value, mask, **given)

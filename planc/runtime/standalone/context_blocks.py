@@ -78,9 +78,9 @@ class ContextInBlocks(ContextOfRows):
     def _cut(self, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cuts hidden states, the first argument; all else is of whole rows."""
         if args:
-            return (self.own(args[0]), *args[1:]), kwargs
+            return (self.local_tokens(args[0]), *args[1:]), kwargs
         name = next(iter(kwargs))
-        return args, {**kwargs, name: self.own(kwargs[name])}
+        return args, {**kwargs, name: self.local_tokens(kwargs[name])}
 
     def _of_own(self, _part: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Own tokens of values such as ids, for a part that has own hidden states."""
@@ -91,29 +91,29 @@ class ContextInBlocks(ContextOfRows):
 
         def part(value: Any) -> Any:
             whole = isinstance(value, Tensor) and value.shape == (rows, length)
-            return self.own(value) if whole else value
+            return self.local_tokens(value) if whole else value
 
         return of_each(part, args, kwargs)
 
     def _after_blocks(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         if isinstance(output, tuple | list):
-            return type(output)([self.whole(output[0]), *output[1:]])
-        return self.whole(output)
+            return type(output)([self.gather_tokens(output[0]), *output[1:]])
+        return self.gather_tokens(output)
 
     def _see(self, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         hidden = next(filter(is_hidden, (*args, *kwargs.values())))
 
-        def seen(value: Any) -> Any:
+        def gather_hidden(value: Any) -> Any:
             same = is_hidden(value) and value.shape[:2] == hidden.shape[:2]
-            return self.whole(value) if same else value
+            return self.gather_tokens(value) if same else value
 
-        return of_each(seen, args, kwargs)
+        return of_each(gather_hidden, args, kwargs)
 
     def _leave_out(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         if isinstance(output, tuple | list):
-            made = (self.own(v) if is_hidden(v) else v for v in output)
+            made = (self.local_tokens(v) if is_hidden(v) else v for v in output)
             return type(output)(made)
-        return self.own(output)
+        return self.local_tokens(output)
 
 
 def lists_with(model: nn.Module, blocks: Iterable[str]) -> list[nn.Module]:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from planc.compat.meshes import DeviceMesh
-from planc.runtime.standalone.collectives import GatherSequence, swapped
+from planc.runtime.standalone.collectives import GatherSequence, swap_sharded_dim
 from planc.runtime.standalone.context_ring import OTHERS, MaskUnread, Ring
 from planc.runtime.standalone.context_tokens import ContextError
 
@@ -48,12 +48,14 @@ class KeyExchange:
         if attention == "ring":
             self.ring = Ring(self.groups[0])
 
-    def gathered(self, part: Tensor) -> Tensor:
+    def gather_tokens(self, part: Tensor) -> Tensor:
         """A tensor `[rows, heads, tokens, ...]` of the other ranks, rank by rank."""
         found: Tensor = GatherSequence.apply(part, self.groups[0])
         return found
 
-    def swapped(self, value: Tensor, source: int, target: int, name: str) -> Tensor:
+    def swap_sharded_dim(
+        self, value: Tensor, source: int, target: int, name: str
+    ) -> Tensor:
         """A part of dim `source`, heads or tokens, with dim `target` of all neighbours.
 
         Args:
@@ -64,7 +66,7 @@ class KeyExchange:
         if value.shape[source] % self.heads:
             text = f"{value.shape[1]} heads of {name} are not divisible by {self.heads}"
             raise ContextError(f"{text} ranks of the context axis")
-        return swapped(value, self.groups[1], source, target)
+        return swap_sharded_dim(value, self.groups[1], source, target)
 
     def heads_of(self, every: Tensor) -> Tensor:
         """The numbers of this rank's heads, of those of each head in dim 0."""
@@ -103,7 +105,7 @@ class SeveralMasks(MaskUnread):
         self.make, self.shape = make, (own, own * ranks)
         self.found: dict[tuple[int, bool], Any] = {}
 
-    def of(self, keys: KeyExchange) -> Any:
+    def mask_for(self, keys: KeyExchange) -> Any:
         """The mask of modules that exchange these keys."""
         at = keys.heads, keys.ring is not None
         if at not in self.found:

@@ -45,14 +45,14 @@ class Fused:
     ) -> None:
         # the kernel has one width for keys and values, a multiple of eight
         self.width = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
-        self.given = [self.widened(t) for t in (query, key, value)]
+        self.given = [self.pad_heads(t) for t in (query, key, value)]
         self.causal, self.scale = causal, float(scale)
         self.of_query, self.of_value = query.shape[-1], value.shape[-1]
         # on CUDA the kernel knows heads that share keys
         shared = 1 if query.is_cuda else query.shape[1] // key.shape[1]
         self.shares = [slice(at, None, shared) for at in range(shared)]
 
-    def widened(self, heads: Tensor) -> Tensor:
+    def pad_heads(self, heads: Tensor) -> Tensor:
         lacking = self.width - heads.shape[-1]
         return pad(heads, (0, lacking)) if lacking else heads
 
@@ -62,7 +62,7 @@ class Fused:
         """
         query, key, value = self.given
         first = [self._one(query[:, of], key, value) for of in self.shares]
-        found, sums = (merged(parts) for parts in zip(*first, strict=True))
+        found, sums = (merge_head_groups(parts) for parts in zip(*first, strict=True))
         return found[..., : self.of_value], sums.unsqueeze(-1)
 
     def backward(self, grad: Tensor, output: Tensor, sums: Tensor) -> list[Tensor]:
@@ -73,7 +73,7 @@ class Fused:
             sums: the logarithm over all keys, `[rows, heads, queries, 1]`.
         """
         query, key, value = self.given
-        grad, output = self.widened(grad), self.widened(output)
+        grad, output = self.pad_heads(grad), self.pad_heads(output)
         parts = [
             self._one_back(
                 grad[:, of],
@@ -86,7 +86,10 @@ class Fused:
             for of in self.shares
         ]
         of_queries, *of_keys = zip(*parts, strict=True)
-        every = merged(of_queries), *(sum(one[1:], one[0]) for one in of_keys)
+        every = (
+            merge_head_groups(of_queries),
+            *(sum(one[1:], one[0]) for one in of_keys),
+        )
         widths = self.of_query, self.of_query, self.of_value
         return [one[..., :width] for one, width in zip(every, widths, strict=True)]
 
@@ -118,6 +121,6 @@ class Fused:
         return back
 
 
-def merged(parts: tuple[Tensor, ...]) -> Tensor:
+def merge_head_groups(parts: tuple[Tensor, ...]) -> Tensor:
     """Heads `0, n, 2n, ...`, `1, n + 1, ...` and so on in their order again."""
     return parts[0] if len(parts) == 1 else torch.stack(parts, 2).flatten(1, 2)

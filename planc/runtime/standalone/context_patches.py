@@ -94,7 +94,7 @@ class ContextOfPatches(ContextOfRows):
 
         @functools.wraps(plain)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return self.seen(module, plain, by_name(signature, args, kwargs))
+            return self.run_attention(module, plain, by_name(signature, args, kwargs))
 
         module.forward = forward
 
@@ -122,24 +122,24 @@ class ContextOfPatches(ContextOfRows):
                 raise ContextError(f"`{name}` {text}: the ranks have a part")
         times = given.get("timestep")
         if isinstance(times, Tensor) and times.dim() == 2:  # one for each patch
-            return (), {**given, "timestep": self.own(times)}
+            return (), {**given, "timestep": self.local_tokens(times)}
         return args, kwargs
 
     def _cut(self, _block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cuts the patches, the first argument."""
         hidden = args[0] if args else kwargs["hidden_states"]
         require_divisible(hidden.shape[1], self.size, WHAT, self.size)
-        mine = self.own(hidden)
+        mine = self.local_tokens(hidden)
         if args:
             return (mine, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": mine}
 
     def _gather(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-        return self.whole(output)
+        return self.gather_tokens(output)
 
     # attention ------------------------------------------------------------------------
 
-    def seen(
+    def run_attention(
         self, module: nn.Module, plain: Callable[..., Any], given: dict[str, Any]
     ) -> Any:
         """Runs an attention module on this rank's patches, which see those of all
@@ -196,13 +196,13 @@ class ContextOfPatches(ContextOfRows):
     ) -> Tensor:
         """Attention to the patches of all, of the heads that this rank has."""
         if self.keys.ring is not None:
-            return self.around(module, joint, all_, mask, rest)
+            return self.run_ring_attention(module, joint, all_, mask, rest)
         query, key, value = all_
         if self.keys.others == 1:
             given = {**rest, "attn_mask": mask}
             return scaled_dot_product_attention(query, key, value, **given)
         text, both = joint.split(torch.cat([key, value], -1))
-        every = joint.join(text, self.keys.gathered(both))
+        every = joint.join(text, self.keys.gather_tokens(both))
         key, value = every.split([key.shape[-1], value.shape[-1]], -1)
         mask = joint.of_queries(mask)
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, **rest)
@@ -215,7 +215,7 @@ class ContextOfPatches(ContextOfRows):
 
         def some(value: Tensor) -> Tensor:
             text, patches = joint.split(value)
-            own = keys.swapped(patches, 1, 2, name)
+            own = keys.swap_sharded_dim(patches, 1, 2, name)
             mine = text.unflatten(1, (keys.heads, -1))[:, keys.among]
             return joint.join(mine, own)
 
@@ -224,13 +224,13 @@ class ContextOfPatches(ContextOfRows):
         )
         made = self.among(module, wider, tuple(map(some, all_)), mask, rest)
         text, patches = wider.split(made)
-        back = keys.swapped(patches, 2, 1, name)
+        back = keys.swap_sharded_dim(patches, 2, 1, name)
         if not text.shape[2]:
             return back
         every = GatherSequence.apply(text.transpose(1, 2), keys.groups[1])
         return joint.join(every.transpose(1, 2), back)
 
-    def around(
+    def run_ring_attention(
         self, module: nn.Module, joint: Joint, all_: Any, mask: Any, rest: Any
     ) -> Tensor:
         """Runs ring attention, which passes keys and values of patches around."""

@@ -87,7 +87,7 @@ class Ring:
     def __init__(self, group: Any) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
 
-    def around(self, block: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def rotate(self, block: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Each rank, and its block: this rank's first, and all others on every rank."""
         for step in range(self.size):
             coming = PassedOn(block, self.group) if step + 1 < self.size else None
@@ -148,10 +148,10 @@ class RingMask(MaskUnread):
         ]
 
     def __getitem__(self, index: Any) -> Any:
-        return self.whole[index] if self.read else self.values
+        return self.full_mask[index] if self.read else self.values
 
     @functools.cached_property
-    def whole(self) -> Tensor:
+    def full_mask(self) -> Tensor:
         """The mask of this rank's queries and the keys of all, rank by rank."""
         every = slice(0, self.own * self.ring.size)
         return self.tile(0, slice(0, self.own), every)
@@ -166,7 +166,7 @@ class RingMask(MaskUnread):
         )
 
     @functools.cached_property
-    def seen(self) -> dict[tuple[int, int, int], list[bool]]:
+    def tile_visibility(self) -> dict[tuple[int, int, int], list[bool]]:
         """Whether some and whether all pairs of each tile count, and whether the tile
         is causal: the n-th query sees the first n keys.
         """
@@ -201,20 +201,20 @@ class RingMask(MaskUnread):
         """
         # all layers that have this mask ask, in both passes
         if (owner, fused) not in self.found:
-            within = self._within(owner, self.cuts, self.cuts, fused)
+            within = self._split_tiles(owner, self.cuts, self.cuts, fused)
             self.found[owner, fused] = list(within)
         for queries, keys, kind in self.found[owner, fused]:
             mask = self.tile(owner, queries, keys) if kind == "masked" else None
             causal = kind == "causal"
             yield RingPiece(owner, queries, keys, causal=causal, mask=mask)
 
-    def _within(
+    def _split_tiles(
         self, owner: int, rows: list[slice], columns: list[slice], fused: bool
     ) -> Iterator[tuple[slice, slice, str]]:
         queries = slice(rows[0].start, rows[-1].stop)
         keys = slice(columns[0].start, columns[-1].stop)
         found = [
-            [self.seen[owner, one.start, other.start] for other in columns]
+            [self.tile_visibility[owner, one.start, other.start] for other in columns]
             for one in rows
         ]
         tile = len(rows) == len(columns) == 1
@@ -228,7 +228,7 @@ class RingMask(MaskUnread):
             yield queries, keys, "masked"
         else:
             for some, others in itertools.product(in_two(rows), in_two(columns)):
-                yield from self._within(owner, some, others, fused)
+                yield from self._split_tiles(owner, some, others, fused)
 
 
 class ChosenMask:
@@ -330,7 +330,7 @@ class TileDropout:
         return drop
 
 
-def multiplied(one: Tensor, two: Tensor) -> Tensor:
+def matmul_in_fp32(one: Tensor, two: Tensor) -> Tensor:
     """The product `[batch, n, m]`, in float32 at least, whatever its factors have."""
     kind = widest(one.dtype)
     with torch.autocast(one.device.type, enabled=False):
@@ -359,31 +359,35 @@ class Scores:
         self, query: Tensor, key: Tensor, mask: Tensor | None, scale: float, cap: Any
     ) -> None:
         self.shape, self.groups, self.dtype = query.shape[:3], key.shape[1], query.dtype
-        self.query = self.joined(query)
-        found = self.apart(multiplied(self.query, key.flatten(0, 1).mT)).mul_(scale)
+        self.query = self.group_heads(query)
+        found = self.ungroup_heads(
+            matmul_in_fp32(self.query, key.flatten(0, 1).mT)
+        ).mul_(scale)
         self.slope: Any = scale
         if cap is not None:
             bent = found.div_(cap).tanh_()
             found, self.slope = bent * cap, scale * (1 - bent * bent)
         self.values = found if mask is None else found.masked_fill_(~mask, LEAST)
 
-    def joined(self, heads: Tensor) -> Tensor:
+    def group_heads(self, heads: Tensor) -> Tensor:
         """`[rows x heads of keys, heads that share one x queries, ...]`."""
         heads = heads.to(self.dtype).unflatten(1, (self.groups, -1))
         return heads.flatten(0, 1).flatten(1, 2)
 
-    def apart(self, joined: Tensor) -> Tensor:
+    def ungroup_heads(self, joined: Tensor) -> Tensor:
         """`[rows, heads, queries, ...]` again."""
         return joined.view(*self.shape, -1)
 
-    def averaged(self, weights: Tensor, value: Tensor, drop: Any = None) -> Tensor:
+    def weigh_values(self, weights: Tensor, value: Tensor, drop: Any = None) -> Tensor:
         """The sum of values, or keys, by their weights for each query."""
         weights = drop(weights) if drop else weights
-        return self.apart(multiplied(self.joined(weights), value.flatten(0, 1)))
+        return self.ungroup_heads(
+            matmul_in_fp32(self.group_heads(weights), value.flatten(0, 1))
+        )
 
-    def summed(self, weights: Tensor, given: Tensor) -> Tensor:
-        """The sum of what queries give, `joined`, by their weights for each key."""
-        found = multiplied(self.joined(weights).mT, given)
+    def sum_over_queries(self, weights: Tensor, given: Tensor) -> Tensor:
+        """The sum of the values of queries by their weights for each key."""
+        found = matmul_in_fp32(self.group_heads(weights).mT, given)
         return found.unflatten(0, (-1, self.groups))
 
 
@@ -403,10 +407,10 @@ class RingAttention(torch.autograd.Function):  # type: ignore[misc]
         output = query.new_zeros(shape, dtype=widest(query.dtype))
         total = torch.zeros_like(output[..., :1])
         top = torch.full_like(total, LEAST)
-        for owner, block in ring.around(torch.cat([key, value], -1)):
+        for owner, block in ring.rotate(torch.cat([key, value], -1)):
             for piece in mask.pieces(owner, fused=ctx.rest[2].fused):
                 of_keys = halves(block[:, :, piece.keys], key)
-                found = ctx.rest[2].found(piece, query[:, :, piece.queries], of_keys)
+                found = ctx.rest[2].attend(piece, query[:, :, piece.queries], of_keys)
                 merge(*found, *(t[:, :, piece.queries] for t in (top, total, output)))
         if sinks is not None:
             merge(
@@ -428,7 +432,7 @@ class RingAttention(torch.autograd.Function):  # type: ignore[misc]
         facts = query, *both, shared, top, total
         found = torch.zeros_like(query, dtype=top.dtype)
         own, coming = shared, None  # gradients of this rank's block, and of another's
-        for owner, block in ring.around(torch.cat([key, value], -1)):
+        for owner, block in ring.rotate(torch.cat([key, value], -1)):
             given = torch.zeros_like(block, dtype=top.dtype)
             for piece in mask.pieces(owner, fused=computed.fused):
                 some = [t[:, :, piece.queries] for t in facts]
@@ -466,7 +470,7 @@ class PieceAttention:
         self.fused = is_fused(query, value, scale, cap, dropout.rate)
         self.dropout, self.scale, self.cap = dropout, scale, cap
 
-    def found(
+    def attend(
         self, piece: RingPiece, query: Tensor, block: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Scores of queries, and what these give by their weights, for `merge`."""
@@ -475,7 +479,9 @@ class PieceAttention:
             return scores.to(widest(query.dtype)), functools.partial(torch.mul, gives)
         tile = Scores(query, block[0], piece.mask, self.scale, self.cap)
         drop = self.dropout.tile(*piece.place)
-        return tile.values, functools.partial(tile.averaged, value=block[1], drop=drop)
+        return tile.values, functools.partial(
+            tile.weigh_values, value=block[1], drop=drop
+        )
 
     def gradients(
         self, piece: RingPiece, facts: list[Tensor], block: tuple[Tensor, Tensor]
@@ -490,12 +496,17 @@ class PieceAttention:
             block[1],
         )
         drop = self.dropout.tile(*piece.place)
-        weights, given = tile.values.sub_(top).exp_().div_(total), tile.joined(grad)
-        changes = drop(tile.apart(multiplied(given, value.flatten(0, 1).mT)))
+        weights, given = (
+            tile.values.sub_(top).exp_().div_(total),
+            tile.group_heads(grad),
+        )
+        changes = drop(
+            tile.ungroup_heads(matmul_in_fp32(given, value.flatten(0, 1).mT))
+        )
         slopes = changes.sub_(shared).mul_(weights).mul_(tile.slope)
-        of_queries = tile.averaged(slopes, block[0])
-        of_keys = tile.summed(slopes, tile.query)
-        return [of_queries, of_keys, tile.summed(drop(weights), given)]
+        of_queries = tile.weigh_values(slopes, block[0])
+        of_keys = tile.sum_over_queries(slopes, tile.query)
+        return [of_queries, of_keys, tile.sum_over_queries(drop(weights), given)]
 
 
 def merge(

@@ -38,7 +38,7 @@ class ContextOfRows(ContextParallel):
             ContextError: a length does not divide.
         """
         whole = dict(batch)
-        row, mine = self._own(first_of(whole))
+        row, mine = self._local_indices(first_of(whole))
         if whole.get("labels") is not None:
             labels = whole["labels"]
             if whole.get("shift_labels") is None:
@@ -48,7 +48,7 @@ class ContextOfRows(ContextParallel):
                 whole[name] = whole[name][row.to(labels.device), mine.to(labels.device)]
         return whole
 
-    def _own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _local_indices(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The indices of this rank's tokens: rows, and tokens in these."""
         if self.balance == "per_document":
             text = "for whole rows `balance = per_document` is not known"
@@ -61,17 +61,17 @@ class ContextOfRows(ContextParallel):
         row = torch.arange(rows, device=ids.device)[:, None]
         return row, mine.expand(rows, -1)
 
-    def whole(self, part: Tensor) -> Tensor:
+    def gather_tokens(self, part: Tensor) -> Tensor:
         """The tokens of all ranks, `[rows, tokens, ...]`, in the order of the row."""
 
-        def gathered(local: Tensor) -> Tensor:
+        def gather(local: Tensor) -> Tensor:
             order = order_of(local, self.size, self.balance).argsort()
             return GatherSequence.apply(local[None], self.group)[0][:, order]
 
-        return of_local(gathered, part, 1)
+        return of_local(gather, part, 1)
 
-    def own(self, every: Tensor) -> Tensor:
-        """This rank's tokens of a tensor that `whole` returns."""
+    def local_tokens(self, every: Tensor) -> Tensor:
+        """This rank's tokens of a tensor that `gather_tokens` returns."""
 
         def cut(local: Tensor) -> Tensor:
             part = local[:, : local.shape[1] // self.size]
@@ -83,7 +83,7 @@ class ContextOfRows(ContextParallel):
     def _enter_rows(self, model: Any, given: Mapping[str, Any]) -> Tensor:
         """Notes the rows of a pass, which it returns, and what its loss is."""
         ids = first_of(given)
-        self.mine = mine = self._own(ids)
+        self.mine = mine = self._local_indices(ids)
         self.length = ids.shape[1]
         labels = given.get("labels")
         if labels is not None:

@@ -52,7 +52,7 @@ class StateRanks:
         every = [[r, 2 * ranks - 1 - r][: len(self.runs)] for r in range(ranks)]
         self.order = torch.tensor(every).flatten().argsort()
 
-    def computed(
+    def run_recurrence(
         self, function: Callable[..., Any], part: str, args: Any, kwargs: Any
     ) -> Any:
         """The outputs of a function that hands states on, for this rank's tokens."""
@@ -64,10 +64,12 @@ class StateRanks:
                 raise ContextError(f"{part} {text}")
             with running(None):
                 return exchange(self, function, *args, **kwargs)
-        named = {name: self.whole(value, dim) for name, value in kwargs.items()}
+        named = {name: self.gather_tokens(value, dim) for name, value in kwargs.items()}
         with running(self.documents):
-            found = function(*(self.whole(value, dim) for value in args), **named)
-        return self.own(found, dim)
+            found = function(
+                *(self.gather_tokens(value, dim) for value in args), **named
+            )
+        return self.local_outputs(found, dim)
 
     # whole rows -----------------------------------------------------------------------
 
@@ -77,21 +79,21 @@ class StateRanks:
             return False
         return (len(value), value.shape[dim]) == (self.rows, self.tokens.own)
 
-    def whole(self, value: Any, dim: int) -> Any:
+    def gather_tokens(self, value: Any, dim: int) -> Any:
         """The tokens of all ranks in the order of the row; other values as they are."""
         if not self.has(value, dim):
             return value
 
-        def gathered(part: Tensor) -> Tensor:
+        def gather(part: Tensor) -> Tensor:
             every = GatherSequence.apply(part.movedim(dim, 1)[None], self.group)[0]
             return in_places(every, self.tokens.places.argsort(1)).movedim(1, dim)
 
-        return of_local(gathered, value, dim)
+        return of_local(gather, value, dim)
 
-    def own(self, found: Any, dim: int) -> Any:
+    def local_outputs(self, found: Any, dim: int) -> Any:
         """This rank's tokens of outputs; None for final states, which have none."""
         if isinstance(found, tuple | list):
-            return tuple(self.own(value, dim) for value in found)
+            return tuple(self.local_outputs(value, dim) for value in found)
         if not isinstance(found, Tensor) or found.dim() <= dim:
             return None
         if len(found) != self.rows or found.shape[dim] < self.length:

@@ -227,7 +227,9 @@ class KeyTokens:
         shown = self.padding[:, self.order.argsort()].cumsum(-1)
         return (shown == 0).sum(-1)
 
-    def seen(self, function: Callable[..., Any], *, packed: bool) -> Callable[..., Any]:
+    def adapt_mask_function(
+        self, function: Callable[..., Any], *, packed: bool
+    ) -> Callable[..., Any]:
         """Adapts a mask function of transformers to indices of all ranks, rank by rank.
 
         Args:
@@ -239,7 +241,7 @@ class KeyTokens:
             The same of indices rank by rank.
         """
 
-        def inside(row: Any, head: Any, query: Any, key: Any) -> Any:
+        def adapted_mask(row: Any, head: Any, query: Any, key: Any) -> Any:
             number = self.documents if packed else None
             at = self.places if number is None else self.positions
             found = function(row, head, at[row, query], at[row, key])
@@ -247,7 +249,7 @@ class KeyTokens:
                 found = found & (number[row, query] == number[row, key])
             return found if self.padding is None else found & self.padding[row, key]
 
-        return inside
+        return adapted_mask
 
 
 def of_chosen(mask: Tensor, chosen: Tensor) -> Tensor:

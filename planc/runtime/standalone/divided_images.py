@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from planc.runtime.standalone.collectives import Sizes, all_gather, exchanged
+from planc.runtime.standalone.collectives import Sizes, all_gather, exchange_rows
 from planc.runtime.standalone.images import (
     OF_IMAGES,
     ImagesError,
@@ -71,7 +71,7 @@ class GatherRows(torch.autograd.Function):  # type: ignore[misc]
         way, sizes = ctx.way, ctx.sizes
         group, mine = way.group, ctx.sizes[way.group.rank()]
         if way.parts:
-            sent = exchanged(gradient, sizes, [mine] * len(sizes), group)
+            sent = exchange_rows(gradient, sizes, [mine] * len(sizes), group)
             own = sent.unflatten(0, (len(sizes), mine)).sum(0)
         else:
             own = gradient.split(sizes)[group.rank()]

@@ -289,7 +289,7 @@ def kept_apart(function: Callable[..., Any], part: str) -> Any:
         if ranks is not None and part in ranks.parts:
             if dim is None:
                 return None
-            return ranks.computed(alone, part, args, kwargs)
+            return ranks.run_recurrence(alone, part, args, kwargs)
         return alone(*args, **kwargs)
 
     def alone(*args: Any, **kwargs: Any) -> Any:

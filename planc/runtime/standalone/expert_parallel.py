@@ -221,7 +221,7 @@ class LocalExperts:
     def send(self, rows: Tensor, sent: Sizes, received: Sizes) -> Callable[[], Tensor]:
         """Sends rows; what it returns waits for others' rows, and gives them once."""
         if self.chunks > 1:
-            return Sending(rows, sent, received, self.group).arrived
+            return Sending(rows, sent, received, self.group).receive
         return [Exchange.apply(rows, sent, received, self.group)].pop
 
 
@@ -356,7 +356,7 @@ def batches_by_all_reduce(own: LocalExperts, tokens: Tensor) -> Tensor:
 
 def batch(forward: Forward, tokens: Tensor) -> Tensor:
     """The experts' outputs for their tokens [tokens, experts, hidden]; see
-    `computed`.
+    `compute_rows`.
     """
     count, experts, hidden = tokens.shape
     rows = tokens if count else tokens.new_zeros((1, experts, hidden))

@@ -46,10 +46,10 @@ class KeysAlone(KeyExchange):
         self.others, self.rank, self.among = size // self.heads, 0, 0
         self.ring = RingAlone(self.others) if attention == "ring" else None
 
-    def gathered(self, part: Tensor) -> Tensor:
+    def gather_tokens(self, part: Tensor) -> Tensor:
         return torch.cat([part] * self.others, 2)
 
-    def swapped(self, value: Tensor, source: int, target: int, name: str) -> Tensor:
+    def swap_sharded_dim(self, value: Tensor, source: int, target: int, name: str) -> Tensor:
         parts = value.unflatten(source, (self.heads, -1)).movedim(source, target)
         return parts.contiguous().flatten(target, target + 1)
 
@@ -75,7 +75,7 @@ class StandIn(ContextParallel):
         eager = self.implementation(arguments["config"]) == "eager"
         return torch.ones(shape, dtype=arguments["dtype"] if eager else torch.bool)
 
-    def gathered(self, part: Tensor) -> Tensor:
+    def gather_tokens(self, part: Tensor) -> Tensor:
         return torch.cat([part] * self.size, 2)
 
 
@@ -85,7 +85,7 @@ class RingAlone(Ring):
     def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size
 
-    def around(self, block: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def rotate(self, block: Tensor) -> Iterator[tuple[int, Tensor]]:
         yield from ((rank, block.clone()) for rank in range(self.size))
 
 
@@ -93,7 +93,7 @@ class Halves(RingMask):
     """Half of the keys of each rank are computed, as where causal attention is balanced."""
 
     @property
-    def whole(self) -> Tensor:
+    def full_mask(self) -> Tensor:
         return torch.ones((1, 1, self.own, self.own * self.ring.size), dtype=torch.bool)
 
     def pieces(self, owner: int, **_: bool) -> Iterator[RingPiece]:
@@ -111,10 +111,10 @@ class RowsAlone(ContextInBlocks):
         seeing = [module for name, module in model.named_modules() if _of_any(name) in seen]
         self.attach(blocks, heads, seeing)
 
-    def whole(self, part: Tensor) -> Tensor:
+    def gather_tokens(self, part: Tensor) -> Tensor:
         return torch.cat([part] * self.size, 1)
 
-    def own(self, every: Tensor) -> Tensor:
+    def local_tokens(self, every: Tensor) -> Tensor:
         return every[:, : every.shape[1] // self.size].clone()
 
 
@@ -135,12 +135,12 @@ class StatesAlone(StateRanks):
         self.tokens = tokens
         self.runs = [0, 2 * self.size - 1][: job.states[1]]
 
-    def whole(self, value: Any, dim: int) -> Any:
+    def gather_tokens(self, value: Any, dim: int) -> Any:
         return torch.cat([value] * self.size, dim) if self.has(value, dim) else value
 
-    def own(self, found: Any, dim: int) -> Any:
+    def local_outputs(self, found: Any, dim: int) -> Any:
         if isinstance(found, tuple | list):
-            return tuple(self.own(value, dim) for value in found)
+            return tuple(self.local_outputs(value, dim) for value in found)
         if not isinstance(found, Tensor) or found.dim() <= dim or found.shape[dim] < self.length:
             return None
         return found.narrow(dim, 0, self.tokens.own).clone()

@@ -269,7 +269,7 @@ def others_of_the_first(monkeypatch):
 
 def keys_of_neighbours_alone(monkeypatch):
     monkeypatch.setattr(
-        context_exchange.KeyExchange, "gathered", lambda _, part: torch.cat([part] * 2, 2)
+        context_exchange.KeyExchange, "gather_tokens", lambda _, part: torch.cat([part] * 2, 2)
     )
 
 
@@ -851,7 +851,7 @@ def test_help_for_an_auxiliary_loss(plan, tmp_path):
 
 
 def not_gathered(monkeypatch):
-    monkeypatch.setattr(context_blocks.ContextInBlocks, "whole", lambda self, part: part)
+    monkeypatch.setattr(context_blocks.ContextInBlocks, "gather_tokens", lambda self, part: part)
 
 
 def without_gradients(monkeypatch):
@@ -861,9 +861,9 @@ def without_gradients(monkeypatch):
 
 
 def not_in_order(monkeypatch):
-    plain = context_rows.ContextOfRows.own
+    plain = context_rows.ContextOfRows.local_tokens
     monkeypatch.setattr(
-        context_rows.ContextOfRows, "own", lambda self, every: plain(self, every.flip(1))
+        context_rows.ContextOfRows, "local_tokens", lambda self, every: plain(self, every.flip(1))
     )
 
 

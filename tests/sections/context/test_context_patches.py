@@ -302,7 +302,7 @@ def own_keys(monkeypatch):
     def gathered(self, part):
         return torch.cat([part] * self.others, 2)
 
-    monkeypatch.setattr(context_exchange.KeyExchange, "gathered", gathered)
+    monkeypatch.setattr(context_exchange.KeyExchange, "gather_tokens", gathered)
 
 
 def text_of_every_rank(monkeypatch):

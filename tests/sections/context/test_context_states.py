@@ -170,7 +170,9 @@ def test_faults_show(fault, family, kind, monkeypatch):
 
 def test_another_function_that_hands_states_on_is_refused(monkeypatch):
     """As a kernel of a whole layer is, which calls nothing that is replaced."""
-    monkeypatch.setattr(context_states.StateRanks, "computed", lambda _, f, __, a, k: f(*a, **k))
+    monkeypatch.setattr(
+        context_states.StateRanks, "run_recurrence", lambda _, f, __, a, k: f(*a, **k)
+    )
     with pytest.raises(AssertionError, match="another function than transformers'"):
         worst("bamba", ranks=2)
 

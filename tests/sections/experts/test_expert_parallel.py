@@ -150,10 +150,10 @@ def test_mixtures_are_proved(uncached):
 
 
 def twice(ctx, gradient):
-    return 2 * collectives.exchanged(gradient, *ctx.back), None, None, None
+    return 2 * collectives.exchange_rows(gradient, *ctx.back), None, None, None
 
 
-by_all_to_all, exchanged = expert_parallel.by_all_to_all, collectives.exchanged
+by_all_to_all, exchanged = expert_parallel.by_all_to_all, collectives.exchange_rows
 STAYING = threading.local()  # of a rank, whose thread patches nothing: others run beside it
 
 
@@ -174,7 +174,7 @@ def unless_staying(rows, *others):
 def staying():
     kinds = {("all_to_all", False): kept}
     with (
-        mock.patch.object(collectives, "exchanged", unless_staying),
+        mock.patch.object(collectives, "exchange_rows", unless_staying),
         mock.patch.dict(expert_parallel.KINDS, kinds),
     ):
         yield

@@ -140,7 +140,7 @@ FAULTS = {
     "halves": (LLAMA, "llama-3.1-8b", "Bucket.orthogonalized", _averaged),
     "order": (PHI3, "phi-4", "units_of", _stored_order),
     "fused": (PHI3, "phi-4", "units_of", _whole_of),
-    "sums": (ADAFACTOR, "phi-4", "Factored.summed", lambda _: lambda _self, tensors: [*tensors]),
+    "sums": (ADAFACTOR, "phi-4", "Factored.all_reduce", lambda _: lambda _self, tensors: [*tensors]),
     "factor": (LLAMA, "llama-3.1-8b", "Bucket.turn", lambda _: _local_factor),
 }
 
