@@ -31,8 +31,8 @@ PARTICIPLES = re.compile(
 )
 NOUNS_AND_VERBS = {"need", "feed", "seed", "embed", "shared"}
 
-PARTICIPLES_AT_MOST = 278
-PREPOSITIONS_AT_MOST = 84
+PARTICIPLES_AT_MOST = 252
+PREPOSITIONS_AT_MOST = 75
 WORDS_AT_MOST = {
     "begin again": 8,
     "divide the experts": 18,

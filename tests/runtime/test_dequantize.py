@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from planc.runtime.standalone.dequantize import dequantized
+from planc.runtime.standalone.dequantize import dequantize
 from planc.runtime.standalone.safetensors_files import tensors_in_folder
 
 BLOCK = (8, 16)
@@ -37,7 +37,7 @@ def plain(folder, tensors, how):
     for number, (name, value) in enumerate(tensors.items()):
         save_file({name: value}, folder / f"part{number}.safetensors")
     problems = []
-    found = dequantized(tensors_in_folder(folder, problems), problems, how, BLOCK)
+    found = dequantize(tensors_in_folder(folder, problems), problems, how, BLOCK)
     return found, problems
 
 

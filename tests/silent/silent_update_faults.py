@@ -120,13 +120,13 @@ def sharded_groups(name, wrong):
 
 def small_shards_keep_wide_states():
     """A state is in 8 bits if the rank's part of the parameter has so many elements."""
-    real = kept_states.kept
+    real = kept_states.create_state
 
     def kept(values, parameter, name, group):
         few = isinstance(parameter, DTensor) and part_of(parameter).numel() < LEAST
         return real(values, parameter, name, {**group, "block": 0} if few else group)
 
-    return mock.patch.object(kept_states, "kept", kept)
+    return mock.patch.object(kept_states, "create_state", kept)
 
 
 LEAST = 4096

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from planc.runtime.standalone.kept_states import KeptState, kept
+from planc.runtime.standalone.kept_states import KeptState, create_state, read_as
 from planc.runtime.standalone.shards import Block, gradient_part, part_of
 
 
@@ -144,10 +144,10 @@ def update_average(
     if name not in state:
         like = parameter if name == "variance" else value
         zeros = torch.zeros_like(like, dtype=dtype)
-        state[name] = kept(zeros, parameter, name, group)
+        state[name] = create_state(zeros, parameter, name, group)
     own = state[name]
     own = own if isinstance(own, KeptState) else part_of(own)
-    moved = own.to(value).lerp(value, share)
+    moved = read_as([own], value)[0].lerp(value, share)
     own.copy_(moved)
     return moved
 

@@ -18,7 +18,13 @@ from torch.nn.functional import pad, silu, softplus
 
 from planc.runtime.standalone.collectives import GatherSequence
 from planc.runtime.standalone.context_tokens import ContextError, KeyTokens
-from planc.runtime.standalone.documents import FUSED, TOKENS, Documents, running, whole
+from planc.runtime.standalone.documents import (
+    FUSED,
+    TOKENS,
+    Documents,
+    full_tensor,
+    running,
+)
 
 
 class StateRanks:
@@ -193,7 +199,7 @@ def of_local(change: Callable[[Tensor], Tensor], value: Tensor, dim: int) -> Ten
         return change(value)
     placements = value.placements
     if any(p.is_shard() and p.dim in (0, dim) for p in placements):
-        value = whole(value)
+        value = full_tensor(value)
     made = change(value.to_local())
     mesh, now = value.device_mesh, value.placements
     every = DTensor.from_local(made, mesh, now, run_check=False)

@@ -48,7 +48,7 @@ class Pieces(torch.Tensor):
     order: Order | None
 
     @staticmethod
-    def of(
+    def from_tensor(
         tensor: Tensor, order: Order | None, dtype: torch.dtype | None = None
     ) -> Pieces:
         """The pieces of a DTensor.
@@ -65,10 +65,10 @@ class Pieces(torch.Tensor):
             for inner, outer in blocks_of(slices_of(tensor, order))
             if all(s.stop > s.start for s in outer)
         }
-        return Pieces._made(part, blocks, tensor, order)
+        return Pieces._create(part, blocks, tensor, order)
 
     @staticmethod
-    def _made(part: Tensor, blocks: Any, like: Tensor, order: Order | None) -> Pieces:
+    def _create(part: Tensor, blocks: Any, like: Tensor, order: Order | None) -> Pieces:
         how = {"dtype": part.dtype, "device": part.device}
         shape = tuple(like.shape)
         made: Pieces = torch.Tensor._make_wrapper_subclass(Pieces, shape, **how)
@@ -77,7 +77,7 @@ class Pieces(torch.Tensor):
 
     def with_part(self, part: Tensor) -> Pieces:
         """The same blocks in other memory, of any device."""
-        return Pieces._made(part, self.blocks, self.like, self.order)
+        return Pieces._create(part, self.blocks, self.like, self.order)
 
     def __create_write_items__(self, fqn: str, _value: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.part)
@@ -116,7 +116,7 @@ def storable(tensor: Tensor, order: Order | None) -> Tensor:
     write by pickling them.
     """
     if irregular(tensor, order):
-        return Pieces.of(tensor, order)
+        return Pieces.from_tensor(tensor, order)
     tensor = tensor.detach()
     own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if not isinstance(inner := getattr(own, "_data", None), Tensor):

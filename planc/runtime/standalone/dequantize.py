@@ -86,7 +86,7 @@ def block_of(stored: StoredTensor, where: Sequence[slice]) -> Tensor:
         return stored.part(opened, where)
 
 
-def quantized(
+def quantized_weights(
     stored: Mapping[str, StoredTensor], how: str
 ) -> Iterator[tuple[str, str, str]]:
     """Yields the name of each quantized weight, and those of its values and scales."""
@@ -97,7 +97,7 @@ def quantized(
             yield name, name + values, key
 
 
-def dequantized(
+def dequantize(
     stored: Mapping[str, StoredTensor],
     problems: list[str],
     how: str,
@@ -112,7 +112,7 @@ def dequantized(
         block: rows and columns of a block of fp8.
     """
     out = dict(stored)
-    for name, values, scales in quantized(stored, how):
+    for name, values, scales in quantized_weights(stored, how):
         weight, factor = out.pop(values), out.pop(scales)
         if how == "mxfp4":
             groups = (*factor.shape, GROUP // 2)

@@ -113,16 +113,16 @@ class DividedImages:
         self.running = False
         for first, name in METHODS.items():
             if hasattr(holder, name):
-                divided = self._divided(first, getattr(holder, name))
+                divided = self._shard(first, getattr(holder, name))
                 setattr(holder, name, torch.compiler.disable(divided))
 
-    def _divided(self, first: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _shard(self, first: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         names = [*inspect.signature(plain).parameters]
         # `image_cu_seqlens` and others that may be computed before a pass
         kind = METHODS[first].split("_")[1] + "_"
 
         @wraps(plain)
-        def divided(*args: Any, **kwargs: Any) -> Any:
+        def encode_shard(*args: Any, **kwargs: Any) -> Any:
             if self.running:  # some models compute videos by their method for images
                 return plain(*args, **kwargs)
             self.running = True
@@ -138,11 +138,13 @@ class DividedImages:
                 own = {**given, **some_images(given, first, *run)}
                 mine = [own[name] for name, _ in zip(names, args, strict=False)]
                 made = plain(*mine, **{n: own.get(n, v) for n, v in kwargs.items()})
-                return self._gathered(made, run[1] - run[0], start == stop, bounds)
+                return self._gather_features(
+                    made, run[1] - run[0], start == stop, bounds
+                )
             finally:
                 self.running = False
 
-        return divided
+        return encode_shard
 
     def _run(
         self, first: str, given: Mapping[str, Any]
@@ -157,7 +159,9 @@ class DividedImages:
         start, stop = bounds[self.mesh.get_local_rank() :][:2]
         return start, stop, bounds if sizes else None
 
-    def _gathered(self, made: Any, images: int, empty: bool, bounds: Sizes) -> Any:
+    def _gather_features(
+        self, made: Any, images: int, empty: bool, bounds: Sizes
+    ) -> Any:
         """Replaces the local features in a tower's output by those of the images of all
         ranks.
         """

@@ -118,7 +118,7 @@ class Documents:
             return False
         return (len(value), value.shape[dim]) == (self.rows, self.length)
 
-    def apart(
+    def run_per_document(
         self, function: Callable[..., Any], dim: int, args: Any, kwargs: Any
     ) -> Any:
         """The outputs of a function for each document alone, where tokens are."""
@@ -126,12 +126,12 @@ class Documents:
         flat = [self.flat(value, dim) for value in (*args, *kwargs.values())]
         for group in self.groups:
             given = [
-                at(value, group).movedim(1, dim) if has else value
+                take_rows(value, group).movedim(1, dim) if has else value
                 for value, has in flat
             ]
             named = dict(zip(kwargs, given[len(args) :], strict=True))
             found.append(function(*given[: len(args)], **named))
-        return self.joined(found, dim)
+        return self.join_documents(found, dim)
 
     def flat(self, value: Any, dim: int) -> tuple[Any, bool]:
         """The tokens of all rows and one of zeros, and True; or a value without."""
@@ -140,11 +140,11 @@ class Documents:
         tokens = value.movedim(dim, 1).flatten(0, 1)
         return torch.cat([tokens, tokens.new_zeros(1, *tokens.shape[1:])]), True
 
-    def joined(self, found: list[Any], dim: int) -> Any:
+    def join_documents(self, found: list[Any], dim: int) -> Any:
         """Outputs in the order of tokens; None for final states, which have none."""
         if isinstance(found[0], tuple | list):
             parts = zip(*found, strict=True)
-            return tuple(self.joined([*some], dim) for some in parts)
+            return tuple(self.join_documents([*some], dim) for some in parts)
         flat = []
         for value, group in zip(found, self.groups, strict=True):
             documents, longest = group.shape
@@ -152,9 +152,9 @@ class Documents:
                 return None
             if len(value) != documents or value.shape[dim] < longest:
                 return None
-            tokens = whole(value).movedim(dim, 1)[:, :longest]
+            tokens = full_tensor(value).movedim(dim, 1)[:, :longest]
             flat.append(tokens.flatten(0, 1))
-        every = self.in_rows(at(torch.cat(flat), self.order), dim)
+        every = self.in_rows(take_rows(torch.cat(flat), self.order), dim)
         if isinstance(every, DTensor):
             every = every.redistribute(placements=found[0].placements)
         return every
@@ -162,7 +162,9 @@ class Documents:
     def in_rows(self, tokens: Tensor, dim: int) -> Tensor:
         return tokens.unflatten(0, (self.rows, self.length)).movedim(1, dim)
 
-    def told(self, kernel: Callable[..., Any], dim: int, args: Any, kwargs: Any) -> Any:
+    def run_packed_kernel(
+        self, kernel: Callable[..., Any], dim: int, args: Any, kwargs: Any
+    ) -> Any:
         """The outputs of a kernel that takes the lengths of documents in one row."""
 
         def row(value: Any) -> Any:
@@ -184,14 +186,14 @@ class Documents:
         return rows(kernel(*map(row, args), **given, cu_seqlens=lengths))
 
 
-def whole(value: Tensor) -> Tensor:
+def full_tensor(value: Tensor) -> Tensor:
     """All elements of a DTensor on each rank; other tensors as they are."""
     if isinstance(value, DTensor):
         return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
     return value
 
 
-def at(value: Tensor, places: Tensor) -> Tensor:
+def take_rows(value: Tensor, places: Tensor) -> Tensor:
     """The elements at these places of dim 0, of a DTensor too."""
     if isinstance(value, DTensor):
         alike = [Replicate()] * value.device_mesh.ndim
@@ -284,15 +286,15 @@ def kept_apart(function: Callable[..., Any], part: str) -> Any:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         ranks = current()[1]
         if ranks is not None and part in ranks.parts:
             if dim is None:
                 return None
-            return ranks.run_recurrence(alone, part, args, kwargs)
-        return alone(*args, **kwargs)
+            return ranks.run_recurrence(call_without_ranks, part, args, kwargs)
+        return call_without_ranks(*args, **kwargs)
 
-    def alone(*args: Any, **kwargs: Any) -> Any:
+    def call_without_ranks(*args: Any, **kwargs: Any) -> Any:
         documents, _ = current()
         if documents is None or part not in documents.parts:
             return function(*args, **kwargs)
@@ -306,11 +308,15 @@ def kept_apart(function: Callable[..., Any], part: str) -> Any:
             text = "gets other tokens than the model: where do documents begin?"
             raise documents.raised(f"{function.__name__} {text}")
         documents.kept = True
-        way = documents.told if "cu_seqlens" in taken else documents.apart
+        way = (
+            documents.run_packed_kernel
+            if "cu_seqlens" in taken
+            else documents.run_per_document
+        )
         with running(None):
             return way(function, dim, args, kwargs)
 
-    return called
+    return call
 
 
 def kernel_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -326,10 +332,10 @@ def kernel_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inside["applicable_params"]) if kernel else ()
 
 
-def recomputed(checkpoint: Callable[..., Any]) -> Any:
+def restore_in_recomputation(checkpoint: Callable[..., Any]) -> Any:
     """A checkpoint that recomputes with what was known in its forward."""
 
-    def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         facts = {**vars(CURRENT)}
         if all(fact is None for fact in facts.values()):
             return checkpoint(function, *args, **kwargs)
@@ -344,7 +350,7 @@ def recomputed(checkpoint: Callable[..., Any]) -> Any:
 
         return checkpoint(again, *args, **kwargs)
 
-    return called
+    return call
 
 
 def of_all_stages(model: nn.Module) -> Iterator[nn.Module]:
@@ -360,7 +366,7 @@ def carry_facts(model: nn.Module) -> None:
     for module in of_all_stages(model):
         for name in ("checkpoint_fn", "_gradient_checkpointing_func"):
             if name in module.__dict__:
-                replace(module, name, recomputed)
+                replace(module, name, restore_in_recomputation)
 
 
 class StateResets:
@@ -442,7 +448,7 @@ def replace_of_class(module: nn.Module, kind: type, parts: Set[str]) -> None:
         if hasattr(home, name):
             replace(home, name, kept_apart, name)
     if hasattr(home, MASK):
-        replace(home, MASK, unshortened)
+        replace(home, MASK, keep_mask_length)
 
 
 def call_changed_modules(model: nn.Module) -> None:
@@ -471,26 +477,26 @@ def passed_by(function: Callable[..., Any]) -> Any:
     """A kernel that is not called: the model goes on by its modules."""
 
     @functools.wraps(function)
-    def called(*_: Any, **__: Any) -> None:
+    def call(*_: Any, **__: Any) -> None:
         return None
 
-    return called
+    return call
 
 
-def unshortened(function: Callable[..., Any]) -> Any:
+def keep_mask_length(function: Callable[..., Any]) -> Any:
     """The mask of states as each of some ranks has its part of it: also where that pads
     nothing, or is one token, so that all ranks call the same collectives.
     """
 
     @functools.wraps(function)
-    def called(
+    def call(
         config: Any, inputs_embeds: Any, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if current()[1] is not None:
             return attention_mask
         return function(config, inputs_embeds, attention_mask, *args, **kwargs)
 
-    return called
+    return call
 
 
 def ask(_module: nn.Module, _args: Any) -> None:

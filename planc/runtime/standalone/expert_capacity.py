@@ -39,7 +39,7 @@ def slots_of(tokens: Tensor, chosen: int, experts: int, capacity: float) -> Tens
     return exact.mul(1e6).round().div(1e6).ceil()
 
 
-def within(index: Tensor, scores: Tensor | None, slots: Tensor) -> Tensor:
+def choices_with_slot(index: Tensor, scores: Tensor | None, slots: Tensor) -> Tensor:
     """Whether each choice gets a slot of its expert, `[rows, choices]`.
 
     Args:
@@ -114,7 +114,7 @@ class Capacity:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def kept(self, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def select_choices(self, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Whether each choice is kept, and the number that are dropped, without
         padding.
 
@@ -148,7 +148,7 @@ class Capacity:
         slots = slots_of(count.expand(len(choices)), many, self.experts, self.capacity)
         flat = None if scores is None else scores.flatten(1)
         own = choices.masked_fill(~chosen, self.experts).flatten(1)
-        return within(own, flat, slots).view_as(choices) & chosen, chosen
+        return choices_with_slot(own, flat, slots).view_as(choices) & chosen, chosen
 
     def of_parts(
         self, choices: Tensor, scores: Tensor | None, tokens: Tensor | None
@@ -208,9 +208,9 @@ def limit_module(module: nn.Module, limit: Capacity, sent: bool) -> None:
     forward, order = module.forward, signature(module.forward)
 
     @wraps(forward)
-    def limited(*args: Any, **kwargs: Any) -> Tensor:
+    def limited_forward(*args: Any, **kwargs: Any) -> Tensor:
         hidden, index, weights = order.bind(*args, **kwargs).args
-        kept, dropped = limit.kept(part_of(index), part_of(weights))
+        kept, dropped = limit.select_choices(part_of(index), part_of(weights))
         if limit.counted is not None:
             limit.counted(dropped)
         if sent:
@@ -220,4 +220,4 @@ def limit_module(module: nn.Module, limit: Capacity, sent: bool) -> None:
         out: Tensor = forward(hidden, index, weights)
         return out
 
-    module.forward = limited
+    module.forward = limited_forward

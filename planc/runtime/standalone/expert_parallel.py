@@ -190,14 +190,14 @@ def counting(module: nn.Module, local: int) -> Forward:
     forward = module.forward
 
     @wraps(forward)
-    def counted(*args: Any) -> Tensor:
+    def forward_with_local_count(*args: Any) -> Tensor:
         whole, module.num_experts = module.num_experts, local
         try:
             return forward(*args)
         finally:
             module.num_experts = whole
 
-    return counted
+    return forward_with_local_count
 
 
 class LocalExperts:
@@ -262,7 +262,9 @@ def chunk(
     shares = own.send(weights.flatten()[order], sent, received)
     yield hidden
     # nothing here holds the rows that were sent and received
-    back = own.send(computed(own.forward, rows(), numbers, shares()), received, sent)
+    back = own.send(
+        compute_rows(own.forward, rows(), numbers, shares()), received, sent
+    )
     yield hidden
     out = back()
     every = out.new_zeros((count * chosen, out.shape[-1]))
@@ -300,12 +302,14 @@ def by_all_reduce(
     [mine] = torch.where((numbers >= 0) & (numbers < own.count))
     rows = mine // index.shape[1]
     shares = weights.flatten()[mine]
-    out = computed(own.forward, hidden[rows], numbers[mine], shares)
+    out = compute_rows(own.forward, hidden[rows], numbers[mine], shares)
     total = out.new_zeros(hidden.shape).index_add(0, rows, out)
     return SumOutputs.apply(total, group)
 
 
-def computed(forward: Forward, rows: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
+def compute_rows(
+    forward: Forward, rows: Tensor, numbers: Tensor, shares: Tensor
+) -> Tensor:
     """The experts' outputs for their tokens, one expert a token.
 
     Without tokens a row of zeros is computed, so that parameters get gradients on every

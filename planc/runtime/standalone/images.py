@@ -40,13 +40,15 @@ def placeholders(config: Any) -> dict[str, int]:
     found = {}
     for first, kind in (("pixel_values", "image"), ("pixel_values_videos", "video")):
         names = (f"{kind}_token_id", f"{kind}_token_index")
-        token = next((t for n in names if isinstance(t := _own(config, n), int)), None)
+        token = next(
+            (t for n in names if isinstance(t := _config_value(config, n), int)), None
+        )
         if token is not None:
             found[first] = token
     return found
 
 
-def _own(config: Any, name: str) -> Any:
+def _config_value(config: Any, name: str) -> Any:
     return getattr(config, name, None)
 
 

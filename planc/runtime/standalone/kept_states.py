@@ -19,7 +19,7 @@ KEEPING = ("state", "block", "host")
 the device."""
 
 
-def planned(terms: dict[str, Any], kind: Any) -> tuple[float, float, str]:
+def plan_settings(terms: dict[str, Any], kind: Any) -> tuple[float, float, str]:
     """The settings of a group in a plan: the factors of `lr` and `weight_decay`, and a
     text of all others, with the class that steps it.
     """
@@ -27,7 +27,7 @@ def planned(terms: dict[str, Any], kind: Any) -> tuple[float, float, str]:
     return terms["lr"], terms["weight_decay"], repr((rest, kind))
 
 
-def resumed(own: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+def resume_group(own: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     """The values of a group after a load: those of the checkpoint, or, where another
     plan saved it, what the plan says, with the rates that a schedule had come to.
     """
@@ -123,7 +123,7 @@ class KeptState:
         self.codes = self.codes.to(values.device)
         return eight_bits(values, self.block, self.codes)
 
-    def to(self, like: Tensor) -> Tensor:
+    def read_as(self, like: Tensor) -> Tensor:
         """The values in the dtype and on the device of a tensor; this memory, if it is
         there in that dtype.
         """
@@ -143,13 +143,13 @@ class KeptState:
         """The values with the layout that they came in, on the host."""
         like = torch.empty(0, dtype=self.parts[-1].dtype)
         if not self.sharded:
-            return self.to(like)
+            return self.read_as(like)
         found = torch.empty_like(parameter.detach(), dtype=like.dtype, device="cpu")
-        part_of(found).copy_(self.to(like))
+        part_of(found).copy_(self.read_as(like))
         return found
 
 
-def kept(
+def create_state(
     values: Tensor, parameter: Tensor, name: str, group: Any
 ) -> Tensor | KeptState:
     """A state as its group keeps it: rows of at least a block are in 8 bits.
@@ -183,7 +183,7 @@ def state_like(parameter: Tensor, state: Any, name: str, group: Any) -> Any:
     dtype = group["state"] or parameter.dtype
     if name not in state:
         zeros = torch.zeros_like(parameter, dtype=dtype)
-        state[name] = kept(zeros, parameter, name, group)
+        state[name] = create_state(zeros, parameter, name, group)
     found = state[name]
     if isinstance(found, KeptState):
         return found
@@ -194,7 +194,10 @@ def state_like(parameter: Tensor, state: Any, name: str, group: Any) -> Any:
 
 def read_as(states: Sequence[Any], like: Tensor) -> list[Tensor]:
     """States in the dtype and on the device of a step; the same tensors if they are."""
-    return [state.to(like) for state in states]
+    return [
+        state.read_as(like) if isinstance(state, KeptState) else state.to(like)
+        for state in states
+    ]
 
 
 def written_back(states: Sequence[Any], computed: Sequence[Tensor]) -> None:

@@ -79,7 +79,7 @@ def first_found(found: list[Any], group: Any = None) -> list[Any]:
     return next(filter(None, [found, *everyone]), [])
 
 
-def matched(
+def match_tensors(
     model: nn.Module,
     stored: Mapping[str, StoredTensor],
     folder: Path,
@@ -99,7 +99,7 @@ def matched(
     """
     tensors, four = dict(named_tensors(model)), four_bit_layers(model)
     others, scalars = on_other_stages(model), scalars_of(model)
-    known = renamed(model, stored, {*tensors, *others})
+    known = rename_for_model(model, stored, {*tensors, *others})
     inside = {name: stored[key] for key, name in known.items() if name not in others}
     adapters = any(map(is_adapter, inside))
     found: dict[str, StoredTensor] = {}
@@ -134,7 +134,7 @@ def on_other_stages(model: nn.Module) -> set[str]:
     return stages.names - dict(named_tensors(model)).keys() if stages else set()
 
 
-def renamed(
+def rename_for_model(
     model: nn.Module, stored: Iterable[str], known: Collection[str]
 ) -> dict[str, str]:
     """The model's name for each name in a checkpoint; an unknown name is unchanged.
@@ -145,10 +145,14 @@ def renamed(
     base = f"{getattr(model, 'base_model_prefix', '') or ''}."
     found = list(stored)
 
-    def by(way: Callable[[str], str]) -> dict[str, str]:
+    def apply(way: Callable[[str], str]) -> dict[str, str]:
         return {name: way(name) if way(name) in known else name for name in found}
 
-    ways = [by(str), by(lambda n: base + n), by(lambda n: n.removeprefix(base))]
+    ways = [
+        apply(str),
+        apply(lambda n: base + n),
+        apply(lambda n: n.removeprefix(base)),
+    ]
     return max(ways, key=lambda way: sum(name in known for name in way.values()))
 
 
@@ -361,7 +365,7 @@ def checked_files(
     if plain is not None:
         stored = plain(stored, problems)
     if reads and not problems:
-        found = matched(model, stored, Path(folder), problems)
+        found = match_tensors(model, stored, Path(folder), problems)
         if len(problems) > 1:
             other = "of another form, such as one with one tensor for each expert"
             problems.append(f"a checkpoint {other}, is for planc's Run.load")
@@ -380,7 +384,7 @@ def checked_checkpoint(
         metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
         names = dict(named_tensors(model))
         stored = tensors_in_checkpoint(Path(folder), metadata, names)
-        found = matched(model, stored, Path(folder), problems)
+        found = match_tensors(model, stored, Path(folder), problems)
     except Exception as error:
         problems.append(f"{folder} cannot be read: {error}")
     if four_bit_layers(model):

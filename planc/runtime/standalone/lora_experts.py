@@ -77,10 +77,10 @@ def add_factors(
             value = weight.new_zeros(shape, dtype=dtype)
             module.register_parameter(f"{name}_lora_{half}", nn.Parameter(value))
     module.low_rank = dict.fromkeys(names, scale)
-    with_views(module, {name: partial(changed, module, name) for name in names})
+    with_views(module, {name: partial(adapted_weight, module, name) for name in names})
 
 
-def changed(module: nn.Module, name: str, weight: Tensor) -> Any:
+def adapted_weight(module: nn.Module, name: str, weight: Tensor) -> Any:
     """A weight of experts with what its factors change."""
     own: Any = module._parameters
     a, b = (own[f"{name}_lora_{half}"].to(weight.dtype) for half in "AB")
@@ -155,7 +155,7 @@ class LowRank:
                 out = function(first, second.weight, *args[2:], **kwargs)
                 return out + second.mT.after(first, torch.matmul)
             if name in PRODUCTS | GROUPED:
-                other = second.padded() if name in GROUPED else second
+                other = second.pad_rank() if name in GROUPED else second
                 out = function(first, second.weight, *args[2:], **kwargs)
                 return out + other.after(first, function, *args[2:], **kwargs)
         elif isinstance(first, cls) and name in PRODUCTS:
@@ -171,7 +171,7 @@ class LowRank:
         out: Tensor = product(inner, self.columns.mT, *args, **kwargs)
         return out
 
-    def padded(self) -> "LowRank":
+    def pad_rank(self) -> "LowRank":
         """With zeros, so that a row of a factor is a multiple of 16 bytes, as grouped
         products require.
         """

@@ -103,11 +103,11 @@ def first_values(
             nn.init.normal_(b, generator=generator)
         return [(f"lora_embedding_A.{name}", a), (f"lora_embedding_B.{name}", b)]
     (name,) = layer.lora_A
-    a, b = drawn((rank, wide), (high, rank), rank, init, generator)
+    a, b = init_factors((rank, wide), (high, rank), rank, init, generator)
     return [(f"lora_A.{name}.weight", a), (f"lora_B.{name}.weight", b)]
 
 
-def drawn(
+def init_factors(
     first: tuple[int, int],
     second: tuple[int, int],
     rank: int,
@@ -205,7 +205,7 @@ def values_of_experts(
     names = [f"{name}_lora_{half}" for half in "AB"]
     (experts, wide, _), (_, high, _) = (module._parameters[n].shape for n in names)
     rows = experts * rank
-    a, b = drawn((rows, wide), (high, rows), rank, init, generator)
+    a, b = init_factors((rows, wide), (high, rows), rank, init, generator)
     return [*zip(names, of_experts(a, b, experts), strict=True)]
 
 

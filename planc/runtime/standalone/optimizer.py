@@ -22,10 +22,10 @@ from torch.optim.sgd import sgd
 
 from planc.runtime.standalone.adafactor import Factored
 from planc.runtime.standalone.kept_states import (
-    kept,
-    planned,
+    create_state,
+    plan_settings,
     read_as,
-    resumed,
+    resume_group,
     state_like,
     state_values,
     written_back,
@@ -105,7 +105,7 @@ def planned_optimizer(
             # operators of a class take parameters of one mesh
             mesh = getattr(parameter, "device_mesh", None) if own[0] else None
             key = repr(terms), repr(own), mesh
-            said = planned(terms, own)
+            said = plan_settings(terms, own)
             group = groups.setdefault(key, {**terms, "planned": said, "params": []})
             group["params"].append(parameter)
             classes[key] = own
@@ -203,7 +203,7 @@ class PlannedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         says; torch casts them to the parameters', on the parameters' devices.
         """
         both = zip(self.param_groups, state_dict["param_groups"], strict=True)
-        own = [resumed(group, saved) for group, saved in both]
+        own = [resume_group(group, saved) for group, saved in both]
         super().load_state_dict({**state_dict, "state": {}})
         for group, values in zip(self.param_groups, own, strict=True):
             group.update({**values, "params": group["params"]})
@@ -214,7 +214,9 @@ class PlannedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         for number, (p, group) in zip(loaded, pairs, strict=True):
             for key, value in state_dict["state"].get(number, {}).items():
                 moves = isinstance(value, Tensor) and key != "step"
-                self.state[p][key] = kept(value, p, key, group) if moves else value
+                self.state[p][key] = (
+                    create_state(value, p, key, group) if moves else value
+                )
 
 
 def step_adamw(parameters: Sequence[Tensor], group: Any, state: Any) -> None:

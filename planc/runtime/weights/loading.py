@@ -21,11 +21,11 @@ from planc.runtime.lora import init_adapters, renew_magnitudes
 from planc.runtime.preconditions import of_all_ranks, problem
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone.buffers import computed_buffers
-from planc.runtime.standalone.dequantize import SUFFIXES, dequantized, quantized
+from planc.runtime.standalone.dequantize import SUFFIXES, dequantize, quantized_weights
 from planc.runtime.standalone.load_weights import (
     first_found,
     listed_names,
-    matched,
+    match_tensors,
     materialize,
     on_other_stages,
     read_rank0,
@@ -158,11 +158,11 @@ def _plain(
     """The tensors of a folder, quantized ones as plain ones; PL457 if the plan does not say so."""
     if section.dequantize is not None:
         problems: list[str] = []
-        found = dequantized(stored, problems, section.dequantize, section.block)
+        found = dequantize(stored, problems, section.dequantize, section.block)
         findings += [problem("PL496", text) for text in problems]
         return found
     for kind in SUFFIXES:
-        if any(quantized(stored, kind)):
+        if any(quantized_weights(stored, kind)):
             text = f"the folder stores weights in {kind}, with scales"
             help = f"write `dequantize = {kind}` into the load section of the plan"
             findings.append(problem("PL457", text, help=help))
@@ -200,11 +200,12 @@ def checked(
     *,
     without: Iterable[str] = (),
 ) -> dict[str, StoredTensor]:
-    """`matched`, whose problems are findings: PL496, one each for missing names, unexpected names
-    and wrong shapes.
+    """Matches stored tensors to a model, as `match_tensors`; reports its problems as findings.
+
+    Missing names, unexpected names and wrong shapes are one PL496 each.
     """
     problems: list[str] = []
-    found = matched(model, stored, folder, problems, frozenset(without))
+    found = match_tensors(model, stored, folder, problems, frozenset(without))
     help = _NOTHING_LOADED + _MAY_LACK
     findings += [problem("PL496", text, help=help) for text in problems]
     return found

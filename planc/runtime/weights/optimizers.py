@@ -192,7 +192,7 @@ def rates_of(objects: Iterable[Any]) -> None:
 def empty_shard(like: Tensor, dtype: torch.dtype, order: Order | None = None) -> Tensor:
     """Memory for a checkpoint's tensor that is sharded like `like`."""
     if irregular(like, order):
-        return Pieces.of(like, order, dtype)
+        return Pieces.from_tensor(like, order, dtype)
     return torch.empty_like(like, dtype=dtype)
 
 

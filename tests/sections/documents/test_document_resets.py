@@ -255,7 +255,7 @@ def test_rows_of_documents_are_padded_by_at_most_as_many_tokens():
         found = Documents(torch.rand((3, 1000), generator=generator) < share)
         assert sum(group.numel() for group in found.groups) < 2 * 3000
         value = torch.rand(3, 5, 1000, generator=generator)
-        assert torch.equal(found.apart(lambda given: given, 2, (value,), {}), value)
+        assert torch.equal(found.run_per_document(lambda given: given, 2, (value,), {}), value)
 
 
 # Kernels, which this machine has not: what they are told, and that their answers are used ---------

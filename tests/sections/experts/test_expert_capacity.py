@@ -75,14 +75,14 @@ def test_which_tokens_are_kept(drop, capacity):
     index, weights, tokens = routed()
     CURRENT.rows = rows_of(tokens)
     limit = Capacity(EXPERTS, capacity, drop)
-    kept, dropped = limit.kept(index.flatten(0, 1), weights.flatten(0, 1))
+    kept, dropped = limit.select_choices(index.flatten(0, 1), weights.flatten(0, 1))
     right = by_hand(index, weights, tokens, capacity, drop)
     assert torch.equal(kept.view_as(index), right)
     assert int(dropped) == int((~right & (tokens[..., None] == 1)).sum())
     assert (int(dropped) == 0) == (capacity == EXPERTS)
     CURRENT.rows = None
     with pytest.raises(ValueError, match="rows are not known"):
-        limit.kept(index.flatten(0, 1), weights.flatten(0, 1))
+        limit.select_choices(index.flatten(0, 1), weights.flatten(0, 1))
 
 
 @pytest.mark.parametrize("drop", ["probs", "position"])
@@ -98,7 +98,7 @@ def test_ranks_with_parts_of_rows_keep_the_same(drop, balance):
         CURRENT.rows = rows_of(tokens[:, own])
         limit = Capacity(EXPERTS, 1.0, drop, mesh["cp"], balance)
         given = (one[:, own].flatten(0, 1) for one in (index, weights))
-        seen[number] = limit.kept(*given)[0].view(ROWS, -1, CHOSEN), right[:, own]
+        seen[number] = limit.select_choices(*given)[0].view(ROWS, -1, CHOSEN), right[:, own]
 
     assert run_ranks(4, rank, 60) is None
     assert len(seen) == 4

@@ -298,7 +298,7 @@ def test_what_is_precomputed_of_images_cannot_be_divided():
     images_by_rank(holder, mesh)
     given = {"pixel_values": torch.zeros(8, 2), "image_grid_thw": torch.tensor([[1, 2, 2]] * 2)}
     cut = mock.Mock(side_effect=lambda made, *_: made)
-    with mock.patch.object(DividedImages, "_gathered", cut):
+    with mock.patch.object(DividedImages, "_gather_features", cut):
         found = holder.get_image_features(
             **given, cu_seq_lens_q=torch.zeros(3), video_cu_seqlens=torch.zeros(3)
         )

@@ -14,7 +14,7 @@ from planc.ops.optimizer import Optimize
 from planc.runtime.gradients import required_rate
 from planc.runtime.standalone import kept_states
 from planc.runtime.standalone import optimizer as standalone
-from planc.runtime.standalone.kept_states import kept as kept_states_kept
+from planc.runtime.standalone.kept_states import create_state as kept_states_kept
 from planc.runtime.standalone.optimizer import PlannedOptimizer, optimize, planned_optimizer
 
 LLAMA = """
@@ -194,7 +194,7 @@ def _not_rounded(values, parameter, name, group):
 
 @pytest.mark.parametrize("fault", [_other_block, slow(_not_rounded)])
 def test_states_in_other_blocks_are_seen(fault, tmp_path, monkeypatch, uncached):
-    monkeypatch.setattr(kept_states, "kept", fault)
+    monkeypatch.setattr(kept_states, "create_state", fault)
     text = 'plan t for llama\nextend "llama.plan"\noptimizer { root : adamw(state = int8) }\n'
     verdict, _ = simulated("llama-3.1-8b", written(tmp_path, text), ["tp=2"])
     assert verdict.verdict == "refuted"
@@ -223,7 +223,7 @@ def test_eight_bits_are_those_of_bitsandbytes_and_read_to_the_same(signed):
     codes = kept_states.dynamic_codes(signed)
     assert torch.equal(codes, create_dynamic_map(signed))
     state = kept_states.KeptState(values, 256, signed=signed, host=False)
-    read = state.to(values)
+    read = state.read_as(values)
     assert 1e-3 < (read - values).norm() / values.norm() < 2e-2
     assert read[2].count_nonzero() == 0
     again = kept_states.KeptState(read, 256, signed=signed, host=False)
