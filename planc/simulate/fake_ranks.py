@@ -88,8 +88,8 @@ def alone(run: Run, form: Sequence[Any] | None, *, values: bool = False) -> Iter
     others = (
         (context_tokens, "document_numbers", lambda _: _OneDocument()),
         (expert_parallel, "shares", _equal_shares),
-        (SharedTower, "needed", lambda _: False),
-        (RunningStage, "told", partialmethod(_receive_form, form)),
+        (SharedTower, "needs_collectives", lambda _: False),
+        (RunningStage, "receive_description", partialmethod(_receive_form, form)),
         (Message, "parts", _receive_parts),
         (distributed.ProcessGroup, "send", _send),
     )

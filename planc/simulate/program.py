@@ -31,7 +31,7 @@ from planc.runtime.standalone.kept_states import state_values
 from planc.runtime.standalone.loss import IGNORED
 from planc.runtime.standalone.optimizer import PlannedOptimizer, planned_optimizer
 from planc.runtime.standalone.pipeline import stages_of
-from planc.runtime.standalone.shards import in_own_order, rank_orders, slices_of, taken
+from planc.runtime.standalone.shards import in_own_order, rank_orders, select_ranges, slices_of
 from planc.simulate.batches import COUNT, Batches
 from planc.simulate.coupled_rows import UnevenUse, UsedParameters, coupling_module
 from planc.simulate.numerics import FLOOR, full_copy, gradient_scale, parameters_by_name, relative
@@ -381,7 +381,7 @@ def _steer(model: nn.Module, gradients: Tensors) -> None:
     orders = rank_orders(model)
     for name, p in parameters_by_name(model):
         if name in gradients and p.grad is not None:
-            part = taken(gradients[name], slices_of(p, orders.get(name))).clone()
+            part = select_ranges(gradients[name], slices_of(p, orders.get(name))).clone()
             p.grad = sharded_like(part, p) if isinstance(p, DTensor) else part
 
 

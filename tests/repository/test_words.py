@@ -31,16 +31,16 @@ PARTICIPLES = re.compile(
 )
 NOUNS_AND_VERBS = {"need", "feed", "seed", "embed", "shared"}
 
-PARTICIPLES_AT_MOST = 252
-PREPOSITIONS_AT_MOST = 75
+PARTICIPLES_AT_MOST = 224
+PREPOSITIONS_AT_MOST = 70
 WORDS_AT_MOST = {
     "begin again": 8,
     "divide the experts": 18,
     "divided experts": 12,
-    "go around": 2,
+    "go around": 1,
     "heads for tokens": 4,
     "masters": 25,
-    "neighbours": 10,
+    "neighbours": 7,
     "no slot": 1,
     "parked": 12,
     "parts of a sequence": 13,

@@ -409,7 +409,7 @@ def everywhere():
             for inner, outer in shards.blocks_of(shards.slices_of(part)):
                 rebuilt[inner] = full[outer]
             assert torch.equal(rebuilt, part.to_local()), (sizes, rows)
-            assert torch.equal(shards.taken(full, shards.slices_of(part)), part.to_local())
+            assert torch.equal(shards.select_ranges(full, shards.slices_of(part)), part.to_local())
             assert torch.equal(shards.whole_of(part), full), (sizes, rows)
             assert torch.equal(shards.added_up(part), full), (sizes, rows)
             checked += 1

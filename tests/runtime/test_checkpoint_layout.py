@@ -69,7 +69,7 @@ def held_by(rank, names, *, whole=False, data_rank=None):
                 where = shards.model_ranges(
                     shards.positions_of(shape, (2, 2), at, placements), order
                 )
-                local = shards.taken(tensor, where).contiguous()
+                local = shards.select_ranges(tensor, where).contiguous()
                 how = {"run_check": False, "shape": shape, "stride": tensor.stride()}
                 tensor = DTensor.from_local(local, mesh, placements, **how)
             # torch caches the result of a DTensor's operators with the mesh of the first rank

@@ -115,7 +115,7 @@ def test_shards_over_more_ranks_than_there_are_here():
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    from planc.runtime.standalone.shards import misplaced, positions_of
+    from planc.runtime.standalone.shards import has_wrong_offsets, positions_of
 
     wrong = 0
     for rows, shard, tp in itertools.product(range(1, 24), (2, 3, 4), (2, 3)):
@@ -131,12 +131,12 @@ def test_shards_over_more_ranks_than_there_are_here():
             )
             if told != (len(right),) or (right and at != (right[0],)):
                 wrong += 1  # torch's own idea of it, which its checkpoints follow
-                assert misplaced((rows,), (shard, tp), placements)
+                assert has_wrong_offsets((rows,), (shard, tp), placements)
         if rows % (shard * tp) == 0:
-            assert not misplaced((rows,), (shard, tp), placements)
+            assert not has_wrong_offsets((rows,), (shard, tp), placements)
     assert wrong > 10
     # packed halves, each split over tp: several ranges, though nothing else splits the dimension
-    assert misplaced((8,), (2,), (_StridedShard(0, split_factor=2),))
+    assert has_wrong_offsets((8,), (2,), (_StridedShard(0, split_factor=2),))
 
 
 # What is refused ---------------------------------------------------------------------------------

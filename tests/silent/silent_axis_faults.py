@@ -44,7 +44,7 @@ def stage_without_a_block():
         places[cut, "1"] = module, self.count if stage == 0 else stage, make
         return places
 
-    return mock.patch.object(Stages, "_found", lost)
+    return mock.patch.object(Stages, "_find_modules", lost)
 
 
 def microbatches_with_the_first_mask():

@@ -163,7 +163,7 @@ def smoothing_by_local_vocabulary():
 
 
 def softmax_of_own_entries():
-    return mock.patch.object(loss.HeadPart, "gathered", lambda self, own: own[None])
+    return mock.patch.object(loss.HeadPart, "gather_ranks", lambda self, own: own[None])
 
 
 # Normalizers and gradients over the data axes ----------------------------------------------------
@@ -256,7 +256,7 @@ def gathered_otherwise(change, *, scores=False):
     """The inputs of split experts, with `change(value, gathered, mesh)` of each, or of the router's
     scores alone, which have few features.
     """
-    real = tensor_styles.gathered
+    real = tensor_styles.replicate_with_partial_gradient
 
     def gathered(value, mesh):
         made = real(value, mesh)
@@ -264,7 +264,7 @@ def gathered_otherwise(change, *, scores=False):
             return made
         return made if scores and made.shape[-1] > 8 else change(value, made, mesh)
 
-    return mock.patch.object(tensor_styles, "gathered", gathered)
+    return mock.patch.object(tensor_styles, "replicate_with_partial_gradient", gathered)
 
 
 def own_gradient(value, made, mesh):

@@ -31,7 +31,7 @@ def each_rank_orthogonalizes_its_shard():
     def own(_bucket, updates, group, dtype):
         return [orthogonal(u[None].to(dtype), group["ns_steps"])[0] for u in updates]
 
-    return on_ranks(Bucket, "orthogonalized", lambda _: own)
+    return on_ranks(Bucket, "orthogonalize", lambda _: own)
 
 
 def scaled_by_local_rows():
@@ -63,7 +63,7 @@ def no_rows_to_pick():
 
         return orthogonalized
 
-    return on_ranks(Bucket, "orthogonalized", picked)
+    return on_ranks(Bucket, "orthogonalize", picked)
 
 
 def last_stage_orthogonalizes_the_head():

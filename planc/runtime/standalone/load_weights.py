@@ -45,8 +45,8 @@ from planc.runtime.standalone.shards import (
     part_of,
     rank_orders,
     scalars_of,
+    select_ranges,
     slices_of,
-    taken,
     tied_names,
 )
 
@@ -298,9 +298,9 @@ def read_rank0(
             if distributed.get_world_size() > 1:
                 distributed.broadcast(full, src=0)
             if layer is None:
-                part_of(tensor).copy_(taken(full, slices_of(tensor, order)))
+                part_of(tensor).copy_(select_ranges(full, slices_of(tensor, order)))
             else:
-                layer.keep(taken(full, layer.source[2]))
+                layer.keep(select_ranges(full, layer.source[2]))
     if failure is not None:
         raise failure
 

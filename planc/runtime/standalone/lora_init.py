@@ -12,8 +12,8 @@ from planc.runtime.standalone.shards import (
     part_of,
     plain_name,
     rank_orders,
+    select_ranges,
     slices_of,
-    taken,
     whole_of,
 )
 
@@ -79,7 +79,7 @@ def initialize_adapters(
             for half, value in first_values(layer, rank, init, generator):
                 if (full := f"{name}.{half}") in unset:
                     ranges = slices_of(own[half], orders.get(full))
-                    part_of(own[half]).copy_(taken(value, ranges))
+                    part_of(own[half]).copy_(select_ranges(value, ranges))
 
 
 def first_values(
@@ -161,7 +161,7 @@ def initialize_magnitudes(
                     factors = torch.rand(value.shape, generator=generator) + 0.5
                     value = value * factors.to(value)
                 ranges = slices_of(parameter, orders.get(full))
-                part_of(parameter).copy_(taken(value, ranges))
+                part_of(parameter).copy_(select_ranges(value, ranges))
 
 
 def row_norms(layer: Any) -> Tensor:

@@ -86,7 +86,7 @@ class HeadPart:
         text = f"a label is neither ignored nor in [0, {self.vocabulary})"
         torch._assert_async(known.all(), text)
 
-    def gathered(self, own: Tensor) -> Tensor:
+    def gather_ranks(self, own: Tensor) -> Tensor:
         """A tensor of every rank, `[ranks, ...]`."""
         if self.mesh is None:
             return own[None]
@@ -174,7 +174,7 @@ def _losses(
         found = found * logits.gather(1, column).squeeze(1)
     smooth = terms.label_smoothing
     total = logits.sum(1) if smooth else found
-    every = part.gathered(torch.stack([logits.logsumexp(1), found, total]))
+    every = part.gather_ranks(torch.stack([logits.logsumexp(1), found, total]))
     denominator, found = every[:, 0].logsumexp(0), every[:, 1].sum(0)
     loss = denominator - (1 - smooth) * found
     if smooth:
@@ -275,12 +275,16 @@ class ChunkedLoss:
         self.plain, self.function = head.forward, model.loss_function
         self.signature = inspect.signature(model.forward)
         head.forward = self.forward
-        head.register_forward_hook(self._computed)
-        model.register_forward_pre_hook(self._called, prepend=True, with_kwargs=True)
-        model.register_forward_hook(self._returned, always_call=True)
+        head.register_forward_hook(self._store_total)
+        model.register_forward_pre_hook(
+            self._read_labels, prepend=True, with_kwargs=True
+        )
+        model.register_forward_hook(self._finish_forward, always_call=True)
         model.loss_function = self.loss
 
-    def _called(self, _model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def _read_labels(
+        self, _model: nn.Module, args: Any, kwargs: Mapping[str, Any]
+    ) -> None:
         given = {**self.signature.bind_partial(*args, **kwargs).arguments, **kwargs}
         labels, ignored = given.get("shift_labels"), given.get("ignore_index")
         self.ignored = IGNORED if ignored is None else ignored
@@ -301,7 +305,7 @@ class ChunkedLoss:
         labels = self.labels.to(hidden.device)
         return chunked_loss(self.head, hidden, labels, self.terms)
 
-    def _computed(self, _head: nn.Module, _args: Any, output: Tensor) -> None:
+    def _store_total(self, _head: nn.Module, _args: Any, output: Tensor) -> None:
         """Keeps what the head returns after the hooks of styles and of FSDP."""
         if self.labels is not None:
             self.total = output
@@ -321,7 +325,7 @@ class ChunkedLoss:
             items = items.to(self.total.device)
         return self.total.view(()) / items
 
-    def _returned(self, _model: nn.Module, _args: Any, output: Any) -> Any:
+    def _finish_forward(self, _model: nn.Module, _args: Any, output: Any) -> Any:
         seen, self.labels, self.total = self.total, None, None
         if seen is None or output is None:
             return None

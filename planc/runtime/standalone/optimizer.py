@@ -155,7 +155,7 @@ class PlannedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             (number, where, some)
             for number, group in enumerate(self.param_groups)
             if group["algorithm"] in ("muon", "adafactor")
-            for where, some in bucketed(group["params"])
+            for where, some in make_buckets(group["params"])
         ]
         made = process_groups([where for _, where, _ in wanted])
         shared: dict[Any, Any] = {}
@@ -317,10 +317,8 @@ class Ranks:
         self.me = self.coordinates.index(tuple(here))
 
 
-def bucketed(parameters: Iterable[Tensor]) -> Iterator[tuple[Ranks, list[Tensor]]]:
-    """Parameters that one exchange serves: sharded over the same ranks, and not too
-    many.
-    """
+def make_buckets(parameters: Iterable[Tensor]) -> Iterator[tuple[Ranks, list[Tensor]]]:
+    """Groups parameters that are sharded over the same ranks, for one all-to-all."""
     found: dict[Any, list[Tensor]] = {}
     for p in parameters:
         mesh: Any = p.device_mesh if isinstance(p, DTensor) else None
@@ -502,14 +500,14 @@ class Bucket:
             ahead = gradient.lerp(moved, group["momentum"])
             updates.append(ahead if group["nesterov"] else moved)
         dtype = group["compute"] or torch.promote_types(updates[0].dtype, torch.float32)
-        done = self.orthogonalized(updates, group, dtype)
+        done = self.orthogonalize(updates, group, dtype)
         for p, update in zip(self.parameters, done, strict=True):
             if p.grad is not None:
                 own = part_of(p)
                 own.mul_(1 - group["lr"] * group["weight_decay"])
                 own.add_(update, alpha=-group["lr"])
 
-    def orthogonalized(
+    def orthogonalize(
         self, updates: list[Tensor], group: Any, dtype: torch.dtype
     ) -> list[Tensor]:
         """Orthogonalizes and scales updates in place; each rank has shards of them."""
@@ -519,7 +517,7 @@ class Bucket:
             for unit in some
             for inner, _ in unit.held[self.me]
         ]
-        flat = self.exchanged(packed(own, updates[0]), self.received, self.sent)
+        flat = self.exchange(pack_pieces(own, updates[0]), self.received, self.sent)
         whole = [flat.new_empty(unit.shape) for unit in self.mine]
         pieces = [
             (matrix, outer)
@@ -530,12 +528,12 @@ class Bucket:
         unpack(flat, pieces)
         del flat  # matrices are as much as the shards, and held once
         self.turn(whole, group, dtype)
-        flat = packed(pieces, updates[0])
+        flat = pack_pieces(pieces, updates[0])
         del pieces, whole
-        unpack(self.exchanged(flat, self.sent, self.received), own)
+        unpack(self.exchange(flat, self.sent, self.received), own)
         return updates
 
-    def exchanged(self, flat: Tensor, received: list[int], sent: list[int]) -> Tensor:
+    def exchange(self, flat: Tensor, received: list[int], sent: list[int]) -> Tensor:
         """Runs an all-to-all of pieces, in rank order; the result is on the mesh's
         device.
         """
@@ -568,7 +566,7 @@ Piece = tuple[Tensor, tuple[slice, ...]]
 """A tensor, and the part of it that is sent or received."""
 
 
-def packed(pieces: Sequence[Piece], like: Tensor) -> Tensor:
+def pack_pieces(pieces: Sequence[Piece], like: Tensor) -> Tensor:
     """The pieces, one after the other."""
     sizes = [tensor[part].numel() for tensor, part in pieces]
     device = pieces[0][0].device if pieces else like.device

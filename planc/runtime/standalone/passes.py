@@ -38,7 +38,7 @@ def shards_at_rest(model: nn.Module) -> None:
         )
         group.pre_forward = listed_again(group, group.pre_forward)
         if stacks := [each for each in group.fsdp_params if is_stack(each)]:
-            group.post_backward = filled(group, stacks)
+            group.post_backward = fill_unused_gradients(group, stacks)
         group.post_backward = if_gathered(group, group.post_backward)
     model.register_forward_pre_hook(before_pass, prepend=True)
     model.register_forward_hook(after_pass, always_call=True)
@@ -167,12 +167,12 @@ def listed_again(group: Any, plain: Any) -> Any:
     a block may be recomputed before the backward pass of a unit inside it.
     """
 
-    def called(*args: Any) -> Any:
+    def call(*args: Any) -> Any:
         for each in group.fsdp_params if group.is_unsharded else ():
             each._setattr_on_modules(each._unsharded_param)
         return plain(*args)
 
-    return called
+    return call
 
 
 def once_differentiated(plain: Any) -> Any:
@@ -216,7 +216,7 @@ def is_stack(each: Any) -> bool:
     return each.sharded_param.ndim > 2 and "expert" in names.lower()
 
 
-def filled(group: Any, stacks: list[Any]) -> Any:
+def fill_unused_gradients(group: Any, stacks: list[Any]) -> Any:
     """A group's `post_backward` that first makes the gradients of stacks whose module
     ran, and from which no row of this rank has chosen: torch reduces what a rank has,
     so that ranks would send buffers of different sizes.

@@ -104,7 +104,7 @@ class Stages:
         self.kept: Tensor | None = None
         self.complete = False  # whether all that the stage sends is kept
         self.runner: Any = None  # of the schedule, made by its first step
-        self._places = self._found(model, blocks, inputs, outputs)
+        self._places = self._find_modules(model, blocks, inputs, outputs)
         self._inactive: dict[tuple[nn.Module, str], Inactive] = {}
         for place, (module, stage, make) in self._places.items():
             if stage in self.own or module in held:
@@ -134,7 +134,7 @@ class Stages:
             if place not in self._inactive
         ]
 
-    def _found(
+    def _find_modules(
         self,
         model: nn.Module,
         blocks: str,

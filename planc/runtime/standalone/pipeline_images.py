@@ -33,9 +33,9 @@ class SentFeatures:
         self.bounds, self.count = bounds, count
         self.stage = 0
         self.dense: list[Tensor] = []  # for this stage's blocks and those of later ones
-        text.register_forward_pre_hook(self._given, with_kwargs=True)
+        text.register_forward_pre_hook(self._pass_features, with_kwargs=True)
 
-    def taken(self, received: Tensor | None, stage: int) -> Tensor | None:
+    def split_received(self, received: Tensor | None, stage: int) -> Tensor | None:
         """The hidden states of what a stage receives; it keeps what blocks add."""
         self.stage = stage
         self.dense = []
@@ -45,7 +45,7 @@ class SentFeatures:
         hidden, *self.dense = received.chunk(1 + left, -1)
         return hidden
 
-    def beside(self, output: Tensor) -> Tensor:
+    def append_features(self, output: Tensor) -> Tensor:
         """The hidden states that a stage sends, with what later stages add."""
         left = self.count - self.bounds[self.stage + 1]
         if left <= 0:
@@ -53,7 +53,9 @@ class SentFeatures:
         nothing = [torch.zeros_like(output)] * left
         return torch.cat([output, *(self.dense[-left:] or nothing)], -1)
 
-    def _given(self, _text: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _pass_features(
+        self, _text: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Any, Any]:
         """Before the language model: what its blocks add, on the first stage from the
         tower, on others as it came.
         """

@@ -84,7 +84,7 @@ class Message:
         self.forms, self.values = forms, values
 
     @classmethod
-    def of(cls, hidden: Tensor, beside: Any) -> "tuple[Message, list[Tensor]]":
+    def describe(cls, hidden: Tensor, beside: Any) -> "tuple[Message, list[Tensor]]":
         """The form of hidden states and of values beside, and the tensors. One that
         several blocks take is sent once.
         """
@@ -97,7 +97,7 @@ class Message:
         forms = [form_of(tensor) for tensor in tensors.values()]
         return cls(forms, (text, places)), [*tensors.values()]
 
-    def beside(self, tensors: Sequence[Tensor]) -> Any:
+    def extra_values(self, tensors: Sequence[Tensor]) -> Any:
         """The values beside the hidden states, of received tensors."""
         text, places = self.values
         leaves = [None if place is None else tensors[place] for place in places]
@@ -140,14 +140,14 @@ class Message:
             start += size(form)
         return found
 
-    def whole(
+    def fill_missing(
         self, some: Sequence[Tensor | None], device: torch.device
     ) -> list[Tensor]:
         """Tensors of these forms: zeros where there is none, as nothing uses it."""
         every = zip(some, self.forms, strict=True)
         return [blank(f, device).zero_() if t is None else t for t, f in every]
 
-    def packed(self, tensors: Sequence[Tensor]) -> Tensor:
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         """Tensors of these forms as one."""
         if len(tensors) == 1:
             return tensors[0].detach().contiguous()

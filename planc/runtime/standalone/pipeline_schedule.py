@@ -74,9 +74,9 @@ class StageModule(nn.Module):  # type: ignore[misc]
 
     def forward(self, *tensors: Tensor, **kwargs: Any) -> Any:
         step, features = kwargs.pop("step"), self.stages.features
-        received, values = self._received(tensors), self.stages.values
+        received, values = self._unpack_received(tensors), self.stages.values
         if features is not None:
-            received = features.taken(received, self.number)
+            received = features.split_received(received, self.number)
         if self.number < self.stages.count - 1:  # the loss is the last stage's
             kwargs = {
                 name: value for name, value in kwargs.items() if name not in OF_THE_LOSS
@@ -88,11 +88,11 @@ class StageModule(nn.Module):  # type: ignore[misc]
             loss: Tensor = step(output)
             return loss
         if features is not None:
-            output = features.beside(output)
-        self.sent, sent = Message.of(output, values.sent if values else None)
+            output = features.append_features(output)
+        self.sent, sent = Message.describe(output, values.sent if values else None)
         return tuple(map(local_of, sent))
 
-    def _received(self, tensors: Sequence[Tensor]) -> Tensor | None:
+    def _unpack_received(self, tensors: Sequence[Tensor]) -> Tensor | None:
         """The hidden states that a stage receives; what came beside is kept."""
         values = self.stages.values
         if values is not None:
@@ -103,7 +103,7 @@ class StageModule(nn.Module):  # type: ignore[misc]
         forms = zip(tensors, self.taken.forms, strict=True)
         whole = [laid_out(tensor, form, self.mesh) for tensor, form in forms]
         if values is not None:
-            values.received = self.taken.beside(whole)
+            values.received = self.taken.extra_values(whole)
         return whole[0]
 
 
@@ -158,26 +158,26 @@ class RunningStage(_PipelineStageBase):  # type: ignore[misc]
             return []
         peer = self._resolve_peer_global_rank(self.stage_index - 1)
         if self.first_chunk:
-            self.section.taken = self.told(peer)
+            self.section.taken = self.receive_description(peer)
             self.first_chunk = False
-        buffer = self.taken.empty(self.device)
-        self.inbox[fwd_chunk_id] = self.taken.parts(buffer)
+        buffer = self.received_form.empty(self.device)
+        self.inbox[fwd_chunk_id] = self.received_form.parts(buffer)
         return [P2POp(distributed.irecv, buffer, peer, self.group)]
 
-    def told(self, peer: int) -> Message:
+    def receive_description(self, peer: int) -> Message:
         """Receives the stage before's description of the tensors that it sends."""
         header = torch.zeros(HEADER, dtype=torch.uint8, device=self.device)
         distributed.recv(header, peer, group=self.group)
         return Message.read(header)
 
     @property
-    def taken(self) -> Message:
+    def received_form(self) -> Message:
         """The form of what this stage receives."""
         assert self.section.taken is not None
         return self.section.taken
 
     @property
-    def sent(self) -> Message:
+    def sent_form(self) -> Message:
         """The form of what this stage sends."""
         assert self.section.sent is not None
         return self.section.sent
@@ -186,7 +186,7 @@ class RunningStage(_PipelineStageBase):  # type: ignore[misc]
         wanted = self.has_backward and torch.is_grad_enabled()
         found = (*self.inbox.pop(fwd_chunk_id),)
         self._stage_meta.inputs = (None,) * len(found)  # which have gradients
-        for tensor, form in zip(found, self.taken.forms, strict=True):
+        for tensor, form in zip(found, self.received_form.forms, strict=True):
             tensor.requires_grad_(wanted and trains(form))
         return found
 
@@ -197,42 +197,46 @@ class RunningStage(_PipelineStageBase):  # type: ignore[misc]
         peer = self._resolve_peer_global_rank(self.stage_index + 1)
         ops = []
         if self.section.telling:
-            header = self.sent.header(self.device)
+            header = self.sent_form.header(self.device)
             ops.append(P2POp(distributed.isend, header, peer, self.group))
             self.section.telling = False
-        packed = self.sent.packed(sent)
+        packed = self.sent_form.pack(sent)
         return [*ops, P2POp(distributed.isend, packed, peer, self.group)]
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         self.inbox[mb_index] = [tensor.detach() for tensor in prev_stage_outputs]
-        self.section.taken = self.beside[self.stage_index - 1].sent
+        self.section.taken = self.beside[self.stage_index - 1].sent_form
 
     # gradients
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
         if not self.has_backward or self.is_last:
             return []
-        buffer = self.sent.gradients.empty(self.device)
-        self.gradients[bwd_chunk_id] = self.sent.gradients.parts(buffer)
+        buffer = self.sent_form.gradients.empty(self.device)
+        self.gradients[bwd_chunk_id] = self.sent_form.gradients.parts(buffer)
         peer = self._resolve_peer_global_rank(self.stage_index + 1)
         return [P2POp(distributed.irecv, buffer, peer, self.group)]
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
         found = iter(self.gradients.pop(bwd_chunk_id))
-        return tuple(next(found) if trains(form) else None for form in self.sent.forms)
+        return tuple(
+            next(found) if trains(form) else None for form in self.sent_form.forms
+        )
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[P2POp]:
         if not self.has_backward or self.is_first:
             return []
-        packed = self.taken.gradients.packed(self.get_local_bwd_output(bwd_chunk_id))
+        packed = self.received_form.gradients.pack(
+            self.get_local_bwd_output(bwd_chunk_id)
+        )
         peer = self._resolve_peer_global_rank(self.stage_index - 1)
         return [P2POp(distributed.isend, packed, peer, self.group)]
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         if not self.has_backward:
             return ()
-        own = zip(self.bwd_cache.pop(mb_index), self.taken.forms, strict=True)
-        return self.taken.gradients.whole(
+        own = zip(self.bwd_cache.pop(mb_index), self.received_form.forms, strict=True)
+        return self.received_form.gradients.fill_missing(
             [gradient for gradient, form in own if trains(form)], self.device
         )
 

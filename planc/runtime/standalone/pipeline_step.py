@@ -70,11 +70,11 @@ def forward_backward(
                 positions = batch.get("position_ids")
                 rotary.least = None if positions is None else positions.max()
 
-            def own(output: Any, number: int, at: int = at) -> Tensor:
+            def compute_loss(output: Any, number: int, at: int = at) -> Tensor:
                 found = loss_of(output)
                 return found if loss is None else loss(found, at, number)
 
-            losses += stages.runner.step(parts, own, trains=trains)
+            losses += stages.runner.step(parts, compute_loss, trains=trains)
     return losses
 
 

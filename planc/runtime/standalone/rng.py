@@ -30,7 +30,7 @@ def sync_rng_state(mesh: DeviceMesh, axis: str) -> None:
             known._rng_tracker = known.OffsetBasedRNGTracker(mesh, run_state_sync=False)
 
 
-def hashed(*values: int | bytes, size: int) -> int:
+def hash_number(*values: int | bytes, size: int) -> int:
     """A number of `size` bytes that looks random."""
     text = b" ".join(v if isinstance(v, bytes) else b"%d" % v for v in values)
     return int.from_bytes(hashlib.blake2b(text, digest_size=size).digest(), "big")
@@ -53,12 +53,12 @@ def draw(by_rank: bool, rank: int, device_type: str) -> None:
     generator = default_generator(device_type)
     seed = generator.initial_seed()
     key = seed >> 32
-    is_by_rank = seed == key << 32 | hashed(key, rank, size=4)
+    is_by_rank = seed == key << 32 | hash_number(key, rank, size=4)
     if by_rank and not is_by_rank:
-        key = hashed(generator.get_state().numpy().tobytes(), size=4)
-        generator.manual_seed(key << 32 | hashed(key, rank, size=4))
+        key = hash_number(generator.get_state().numpy().tobytes(), size=4)
+        generator.manual_seed(key << 32 | hash_number(key, rank, size=4))
     elif is_by_rank and not by_rank:
-        generator.manual_seed(hashed(key, size=8))
+        generator.manual_seed(hash_number(key, size=8))
 
 
 def draw_by_rank(
@@ -109,9 +109,11 @@ def draw_apart(model: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...]) -> Non
     def enter(_module: nn.Module, _inputs: Any) -> None:
         generator = default_generator(kind)
         seed = generator.initial_seed()
-        if seed != (seed >> 32) << 32 | hashed(seed >> 32, b"apart", *place, size=4):
-            key = hashed(generator.get_state().numpy().tobytes(), size=4)
-            own = hashed(key, b"apart", *place, size=4)
+        if seed != (seed >> 32) << 32 | hash_number(
+            seed >> 32, b"apart", *place, size=4
+        ):
+            key = hash_number(generator.get_state().numpy().tobytes(), size=4)
+            own = hash_number(key, b"apart", *place, size=4)
             generator.manual_seed(key << 32 | own)
 
     model.register_forward_pre_hook(torch.compiler.disable(enter))

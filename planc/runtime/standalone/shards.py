@@ -274,7 +274,7 @@ def ranges_of(positions: Tensor) -> Runs:
     return tuple((int(positions[a]), int(positions[b - 1]) + 1) for a, b in pairs)
 
 
-def taken(full: Tensor, ranges: Sequence[Runs]) -> Tensor:
+def select_ranges(full: Tensor, ranges: Sequence[Runs]) -> Tensor:
     """The concatenated ranges of a full tensor; a view if each dim has one range."""
     for dim, some in enumerate(ranges):
         if some != ((0, full.shape[dim]),):
@@ -319,7 +319,7 @@ def block_in(block: Block, window: Iterable[range]) -> Block | None:
 # Full tensors -------------------------------------------------------------------------
 
 
-def misplaced(
+def has_wrong_offsets(
     shape: tuple[int, ...], sizes: tuple[int, ...], placements: Sequence[Placement]
 ) -> bool:
     """Whether torch would compute wrong offsets for the shards of a tensor.
@@ -351,7 +351,7 @@ def irregular(tensor: Tensor, order: Order | None = None) -> bool:
     if order is not None or chunk_positions(tensor) is not None:
         return True
     sizes = tuple(tensor.device_mesh.shape)
-    return misplaced(tuple(tensor.shape), sizes, tensor.placements)
+    return has_wrong_offsets(tuple(tensor.shape), sizes, tensor.placements)
 
 
 def whole_of(

@@ -137,7 +137,7 @@ def rank_part(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def summed(parameter: DTensor) -> Tensor:
+def local_with_partial_gradient(parameter: DTensor) -> Tensor:
     """The full tensor of a parameter that is replicated along the last dim of its mesh,
     with a gradient that is partial there.
     """
@@ -146,10 +146,10 @@ def summed(parameter: DTensor) -> Tensor:
 
 def shared(parameter: DTensor) -> Tensor:
     """A rank's equal share of a replicated parameter, for an output that is summed."""
-    return summed(parameter) / parameter.device_mesh.shape[-1]
+    return local_with_partial_gradient(parameter) / parameter.device_mesh.shape[-1]
 
 
-def gathered(value: Any, mesh: DeviceMesh) -> Any:
+def replicate_with_partial_gradient(value: Any, mesh: DeviceMesh) -> Any:
     """A full tensor whose gradient is partial; a value of another type is unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -252,7 +252,7 @@ class SummedGradient(ParallelStyle):
             for name in names:
                 distribute(inner, name, device_mesh, Replicate())
             if names:
-                with_views(inner, dict.fromkeys(names, summed))
+                with_views(inner, dict.fromkeys(names, local_with_partial_gradient))
         return module
 
 
@@ -266,7 +266,9 @@ class RotaryGradient(ParallelStyle):
         def leave(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
             rest = output.shape[-1] - self.features
             first, last = output.split([rest, self.features], dim=-1)
-            return torch.cat([first, gathered(last, device_mesh)], dim=-1)
+            return torch.cat(
+                [first, replicate_with_partial_gradient(last, device_mesh)], dim=-1
+            )
 
         module.register_forward_hook(leave)
         return module
@@ -308,7 +310,7 @@ class BareParallel(ParallelStyle):
             if name in self.parts:
                 dim = place.dim % module._parameters[name].ndim
                 repack(module, name, dim, self.parts[name], device_mesh.size())
-            views[name] = rank_part if place.is_shard() else summed
+            views[name] = rank_part if place.is_shard() else local_with_partial_gradient
             if place.is_partial():
                 views[name] = shared
             layout = place if place.is_shard() else Replicate()
@@ -338,7 +340,9 @@ class FeaturesParallel(BareParallel):
             eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
             own = hidden.float().square().mean(-1, keepdim=True)
             sums = DTensor.from_local(own, device_mesh, [Partial()], run_check=False)
-            mean = gathered(sums, device_mesh) / device_mesh.size()
+            mean = (
+                replicate_with_partial_gradient(sums, device_mesh) / device_mesh.size()
+            )
             least = torch.finfo(hidden.dtype).eps if eps is None else eps
             factor = ((own + least) / (mean + least)).sqrt()
             output = forward(hidden)
@@ -378,8 +382,14 @@ class ExpertsParallel(BareParallel):
         @wraps(forward)
         def spread(*args: Any, **kwargs: Any) -> Any:
             if self.input_layout.is_replicate():
-                args = tuple(gathered(value, device_mesh) for value in args)
-                kwargs = {n: gathered(v, device_mesh) for n, v in kwargs.items()}
+                args = tuple(
+                    replicate_with_partial_gradient(value, device_mesh)
+                    for value in args
+                )
+                kwargs = {
+                    n: replicate_with_partial_gradient(v, device_mesh)
+                    for n, v in kwargs.items()
+                }
             output = forward(*args, **kwargs)
             if self.output_layout is None:
                 return output

@@ -72,11 +72,11 @@ class SharedTower:
         watch = torch.compiler.disable(self._enter)
         model.register_forward_pre_hook(watch, with_kwargs=True)
         # before FSDP gathers what it has: as where images are
-        last = torch.compiler.disable(self._embedded)
+        last = torch.compiler.disable(self._run_remaining_towers)
         decoder = getattr(holder, LANGUAGE_MODEL)
         decoder.register_forward_pre_hook(last, prepend=True, with_kwargs=True)
 
-    def needed(self) -> bool:
+    def needs_collectives(self) -> bool:
         """Whether the ranks meet in collectives of a tower in the next pass."""
         stages = stages_of(self.model)
         if stages is not None and stages.running != 0:
@@ -95,7 +95,7 @@ class SharedTower:
 
     def _enter(self, _model: nn.Module, args: Any, kwargs: Any) -> None:
         self._leave()
-        if not self.needed():
+        if not self.needs_collectives():
             return
         given = self.signature.bind_partial(*args, **kwargs).arguments
         own = [given.get(name) is not None for name in self.kinds]
@@ -133,7 +133,7 @@ class SharedTower:
         plain = getattr(self.holder, method)
 
         @wraps(plain)
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             if self.running:  # some models compute videos by their method for images
                 return plain(*args, **kwargs)
             self._unwatch(method)
@@ -141,14 +141,14 @@ class SharedTower:
             for other in order[: order.index(name)]:
                 self._run(other)
             if name in self.donors:
-                self._told(name, arguments(plain, args, kwargs))
+                self._broadcast_first_input(name, arguments(plain, args, kwargs))
             self.running = True
             made = plain(*args, **kwargs)
             self.running = False
             return made
 
         self.watched[method] = self.holder.__dict__.get(method)
-        self.holder.__dict__[method] = torch.compiler.disable(watched)
+        self.holder.__dict__[method] = torch.compiler.disable(call)
 
     def _unwatch(self, method: str) -> None:
         earlier = self.watched.pop(method)
@@ -164,13 +164,15 @@ class SharedTower:
         if name not in self.waiting:
             return
         self.waiting.remove(name)
-        given = self._told(name, {})
+        given = self._broadcast_first_input(name, {})
         self.running = True
         made = getattr(self.holder, self.kinds[name])(**given)
         self.running = False
         self.nothing.append(nothing_of(list(self._features(made))))
 
-    def _told(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _broadcast_first_input(
+        self, name: str, given: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Broadcasts the first image or sound of the donor rank, the first rank that
         has one.
         """
@@ -192,15 +194,15 @@ class SharedTower:
             for n, value in found.items()
         }
 
-    def _embedded(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _run_remaining_towers(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Behind the towers that this rank's own inputs ran."""
         if not self.donors:
             return None
         for name, method in self.kinds.items():
             self._run(name)
             if method in self.watched and name in self.donors:
-                self._told(name, {})
-                raise TowerError(unused(name))
+                self._broadcast_first_input(name, {})
+                raise TowerError(unused_input_error(name))
         nothing = [*self.nothing]
         self._leave()
         if not nothing:
@@ -249,7 +251,7 @@ def first_input(given: Mapping[str, Any], name: str) -> dict[str, Any]:
         ImagesError: there is none, or images cannot be told apart.
     """
     if name not in given:
-        raise ImagesError(unused(name))
+        raise ImagesError(unused_input_error(name))
     if name in OF_IMAGES:
         some = some_images(given, name, 0, 1)
     else:
@@ -264,7 +266,7 @@ def first_input(given: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {**rest, **own}
 
 
-def unused(name: str) -> str:
+def unused_input_error(name: str) -> str:
     """The error message for an input of one rank that its model does not use."""
     return f"a rank passes `{name}`, of which the model's code computes no features"
 

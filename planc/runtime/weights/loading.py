@@ -33,7 +33,13 @@ from planc.runtime.standalone.load_weights import (
 )
 from planc.runtime.standalone.lora_init import unset_adapters
 from planc.runtime.standalone.safetensors_files import StoredTensor, tensors_in_folder
-from planc.runtime.standalone.shards import Runs, is_adapter, named_tensors, plain_name, taken
+from planc.runtime.standalone.shards import (
+    Runs,
+    is_adapter,
+    named_tensors,
+    plain_name,
+    select_ranges,
+)
 from planc.runtime.weights.stored_tensors import ConvertedTensor, made
 
 Weights = Literal["slices", "rank0"]
@@ -346,7 +352,7 @@ class _Made(StoredTensor):
         self.value = value
 
     def copy_to(self, target: Tensor, ranges: Sequence[Runs]) -> None:
-        target.copy_(taken(self.value, ranges))
+        target.copy_(select_ranges(self.value, ranges))
 
 
 def initialized(

@@ -96,7 +96,7 @@ def read(
     both = of_experts(stored[0], stored[1], tensors[pair.names[0]].shape[0])
     for name, value in zip(pair.names, both[::-1] if swap else both, strict=True):
         ranges = shards.slices_of(tensors[name], orders.get(name))
-        shards.part_of(tensors[name]).copy_(shards.taken(value, ranges))
+        shards.part_of(tensors[name]).copy_(shards.select_ranges(value, ranges))
 
 
 def version_of(config: Mapping[str, Any]) -> tuple[int, ...]:

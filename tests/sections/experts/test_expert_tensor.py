@@ -106,7 +106,7 @@ def alone(value, _mesh):
 
 
 def test_a_gradient_that_is_not_summed_is_refuted(uncached):
-    with mock.patch.object(tensor_styles, "gathered", alone):
+    with mock.patch.object(tensor_styles, "replicate_with_partial_gradient", alone):
         verdict, findings = simulated("mixtral-8x7b", "mixtral", PLAIN, world=4)
     assert verdict.verdict == "refuted" and "error" in {d.severity for d in findings}
 

@@ -24,7 +24,7 @@ from planc.runtime.sharded_tensors import sharded_like
 from planc.runtime.standalone.dcp_chunks import Pieces
 from planc.runtime.standalone.kept_states import state_values
 from planc.runtime.standalone.optimizer import optimize, planned_optimizer
-from planc.runtime.standalone.shards import part_of, rank_orders, slices_of, taken, whole_of
+from planc.runtime.standalone.shards import part_of, rank_orders, select_ranges, slices_of, whole_of
 from planc.runtime.weights.background import snapshot
 
 TERMS = {"lr": 0.01, "weight_decay": 0.1}
@@ -101,7 +101,9 @@ def exact(model, plan, overrides):
             p.grad = torch.randn_like(p) * 10.0 ** (step - 2)
         gradients = {name: p.grad for name, p in single.named_parameters()}
         for name, p in made.named_parameters():
-            part = taken(gradients[plain(name)], slices_of(p, orders.get(plain(name)))).clone()
+            part = select_ranges(
+                gradients[plain(name)], slices_of(p, orders.get(plain(name)))
+            ).clone()
             p.grad = sharded_like(part, p) if isinstance(p, DTensor) else part
         right.step()
         mine.step()

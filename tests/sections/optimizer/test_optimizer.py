@@ -136,11 +136,16 @@ def _averaged(real):
 
 
 FAULTS = {
-    "shard": (LLAMA, "llama-3.1-8b", "Bucket.orthogonalized", lambda _: _own_shard),
-    "halves": (LLAMA, "llama-3.1-8b", "Bucket.orthogonalized", _averaged),
+    "shard": (LLAMA, "llama-3.1-8b", "Bucket.orthogonalize", lambda _: _own_shard),
+    "halves": (LLAMA, "llama-3.1-8b", "Bucket.orthogonalize", _averaged),
     "order": (PHI3, "phi-4", "units_of", _stored_order),
     "fused": (PHI3, "phi-4", "units_of", _whole_of),
-    "sums": (ADAFACTOR, "phi-4", "Factored.all_reduce", lambda _: lambda _self, tensors: [*tensors]),
+    "sums": (
+        ADAFACTOR,
+        "phi-4",
+        "Factored.all_reduce",
+        lambda _: lambda _self, tensors: [*tensors],
+    ),
     "factor": (LLAMA, "llama-3.1-8b", "Bucket.turn", lambda _: _local_factor),
 }
 

@@ -107,7 +107,7 @@ def test_a_stage_that_loses_a_block(uncached, monkeypatch):
         places[cut, "1"] = module, self.count if stage == 0 else stage, make
         return places
 
-    monkeypatch.setattr(Stages, "_found", lost)
+    monkeypatch.setattr(Stages, "_find_modules", lost)
     assert simulated(*LLAMA, TWO, world=2)[0].verdict == "refuted"
 
 

@@ -233,13 +233,13 @@ def test_values_that_a_stage_between_does_not_pass_on(uncached, monkeypatch):
 
 
 def test_a_gradient_that_is_not_sent_back(uncached, monkeypatch):
-    whole = Message.whole
+    whole = Message.fill_missing
 
     def zeros(self, some, device):
         hidden, *rest = whole(self, some, device)
         return [hidden, *map(torch.zeros_like, rest)]
 
-    monkeypatch.setattr(Message, "whole", zeros)
+    monkeypatch.setattr(Message, "fill_missing", zeros)
     verdict, findings = judged("gemma4_text")
     assert (verdict.verdict, codes(findings)[:1]) == ("refuted", ["PL502"])
 
@@ -251,15 +251,15 @@ def test_a_message_of_several_tensors_is_one():
     hidden, bias = torch.randn(2, 3, 5), torch.randn(3, dtype=torch.bfloat16)
     places = torch.arange(7)
     beside = {"states": {"kv": (bias, places)}, "given": {"0": {2: hidden, 3: bias, 4: None}}}
-    message, tensors = Message.of(hidden, beside)
+    message, tensors = Message.describe(hidden, beside)
     assert len(tensors) == 3  # one that several blocks take is sent once
     read = Message.read(message.header(torch.device("cpu")))
-    packed = message.packed(tensors)
+    packed = message.pack(tensors)
     assert packed.shape == read.empty(torch.device("cpu")).shape
     parts = read.parts(packed)
     for one, other in zip(tensors, parts, strict=True):
         assert one.dtype == other.dtype and torch.equal(one, other)
-    again = read.beside(parts)
+    again = read.extra_values(parts)
     assert torch.equal(again["states"]["kv"][1], places)
     assert again["given"]["0"][2] is parts[0] and again["given"]["0"][4] is None
     assert len(read.gradients.forms) == 2  # integers have none

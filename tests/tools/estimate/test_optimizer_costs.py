@@ -53,7 +53,7 @@ def test_buckets_are_those_that_run(tmp_path, monkeypatch):
     total = sum(a * b for a, b in shapes)
     for limit in (2**12, 10_000, 2**15, 2**20):
         monkeypatch.setattr(standalone, "BUCKET", limit)
-        buckets = [*standalone.bucketed([torch.empty(s) for s in shapes])]
+        buckets = [*standalone.make_buckets([torch.empty(s) for s in shapes])]
         assert sum(len(some) for _, some in buckets) == len(shapes)
         assert len(buckets) == min(-(-total // limit), len(buckets))
         if limit >= 64 * 256:
