@@ -252,14 +252,14 @@ class PlancTrainerMixin(_Trainer):  # type: ignore[misc]
         batch = dict(inputs) if weighed else {}
         averages, args.average_tokens_across_devices = args.average_tokens_across_devices, False
         try:
-            with steps.observed(self.planc_run) if weighed else nullcontext():
+            with steps.observe(self.planc_run) if weighed else nullcontext():
                 result = super().compute_loss(model, inputs, return_outputs, **named)
         finally:
             args.average_tokens_across_devices = averages
         if not weighed:
             return result
         loss, *outputs = result if return_outputs else (result,)
-        loss = steps.weighed(self.planc_run, loss, batch, weighed)
+        loss = steps.weigh(self.planc_run, loss, batch, weighed)
         return (loss, *outputs) if return_outputs else loss
 
     # gradients

@@ -23,7 +23,7 @@ class Accumulation:
     passes: int
     parts: tuple[range, ...]
 
-    def at(self, step: int) -> list[range]:
+    def batches(self, step: int) -> list[range]:
         """The rows of each batch of this rank in a step, as numbers of a data set that is read in
         order: the same rows of all ranks together, however many ranks there are.
         """
@@ -42,7 +42,7 @@ def accumulation(
     unit = lowered.pipeline.microbatches if lowered.pipeline else 1
     whole, over = divmod(global_batch // unit, ranks)
     if global_batch % unit or not whole:
-        raise _refused(global_batch, unit, ranks)
+        raise _spread_error(global_batch, unit, ranks)
     passes = -(-(whole + (over > 0)) // (rows or global_batch))
     own = whole + (data_rank < over)
     first = whole * data_rank + min(data_rank, over)
@@ -52,7 +52,7 @@ def accumulation(
     return Accumulation(global_batch=global_batch, passes=passes, parts=parts)
 
 
-def _refused(rows: int, unit: int, ranks: int) -> Exception:
+def _spread_error(rows: int, unit: int, ranks: int) -> Exception:
     cut = f" of {unit} microbatches" if unit > 1 else ""
     each = f"{unit} rows" if unit > 1 else "one row"
     near = sorted({max(ranks, at) * unit for at in (rows // unit, rows // unit + 1)})

@@ -58,12 +58,12 @@ class Values:
         self._mesh = mesh
         self._known: dict[calls.Shared, Any] = {} if known is None else known
 
-    def of(self, value: calls.Value) -> Any:
+    def evaluate(self, value: calls.Value) -> Any:
         match value:
             case None | bool() | int() | float() | str():
                 return value
             case tuple():
-                return tuple(map(self.of, value))
+                return tuple(map(self.evaluate, value))
             case calls.Variable():
                 return self._variables[value.name]
             case calls.ImportedName():
@@ -72,25 +72,27 @@ class Values:
                 owner, _, name = value.name.rpartition(".")
                 return getattr(self._modules[owner], name)
             case calls.Attribute():
-                return attrgetter(value.name)(self.of(value.owner))
+                return attrgetter(value.name)(self.evaluate(value.owner))
             case calls.Index():
-                return self.of(value.value)[value.keys[0] if len(value.keys) == 1 else value.keys]
+                return self.evaluate(value.value)[
+                    value.keys[0] if len(value.keys) == 1 else value.keys
+                ]
             case calls.Items():
-                return list(map(self.of, value.values))
+                return list(map(self.evaluate, value.values))
             case calls.Table():
-                return {name: self.of(entry) for name, entry in value.entries}
+                return {name: self.evaluate(entry) for name, entry in value.entries}
             case calls.Members():
                 return [self._modules[name] for some in value.sets for name in some.names()]
             case calls.Numbered():
-                return list(self._numbered(value))
+                return list(self._numbered_modules(value))
             case calls.MeshOf():
                 return self._mesh(value)
             case calls.FunctionCall():
-                arguments = map(self.of, value.arguments)
+                arguments = map(self.evaluate, value.arguments)
                 return function_of(value)(*arguments, **self.keywords(value.keywords))
             case calls.Shared():
                 if value not in self._known:
-                    self._known[value] = self.of(value.value)
+                    self._known[value] = self.evaluate(value.value)
                 return self._known[value]
             case _:
                 assert_never(value)
@@ -98,10 +100,10 @@ class Values:
     def keywords(self, given: calls.Keywords) -> dict[str, Any]:
         made: dict[str, Any] = {}
         for name, value in given:
-            made |= {name: self.of(value)} if name else self.of(value)
+            made |= {name: self.evaluate(value)} if name else self.evaluate(value)
         return made
 
-    def _numbered(self, value: calls.Numbered) -> Iterator[tuple[int, nn.Module]]:
+    def _numbered_modules(self, value: calls.Numbered) -> Iterator[tuple[int, nn.Module]]:
         for index in entries((value.modules,)):
             members = of_entry(value.modules, index)
             for name in members.names() if members else ():

@@ -91,7 +91,7 @@ class Collectives(TorchDispatchMode):  # type: ignore[misc]
                 self.labels.pop()
             case "c10d" | "_c10d_functional" if name not in _WAITS:
                 given = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
-                with self.calling(self._noted(_KINDS.get(name, name), {**given, **kwargs})):
+                with self.calling(self._record(_KINDS.get(name, name), {**given, **kwargs})):
                     return func(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -105,7 +105,7 @@ class Collectives(TorchDispatchMode):  # type: ignore[misc]
         """Surrounds the forward or the recomputation of a module."""
         return nullcontext()
 
-    def _noted(self, kind: str, given: dict[str, Any]) -> dict[str, Any] | None:
+    def _record(self, kind: str, given: dict[str, Any]) -> dict[str, Any] | None:
         named = (given.get(name) for name in ("process_group", "group_name", "group"))
         group = _group_of(next((one for one in named if one is not None), None))
         if group is None:  # such as of what wraps a tensor that is waited for later
@@ -147,7 +147,7 @@ class Collectives(TorchDispatchMode):  # type: ignore[misc]
     @contextmanager
     def following(self) -> Iterator[None]:
         """Follows which module runs."""
-        with mock.patch.object(nn.Module, "__call__", self._called(nn.Module.__call__)):
+        with mock.patch.object(nn.Module, "__call__", self._wrap_call(nn.Module.__call__)):
             yield
 
     # what is no operator -------------------------------------------------------------------------
@@ -167,15 +167,15 @@ class Collectives(TorchDispatchMode):  # type: ignore[misc]
 
         with (
             self.following(),
-            mock.patch.object(group, "send", self._started(group.send)),
-            mock.patch.object(group, "recv", self._started(group.recv)),
+            mock.patch.object(group, "send", self._wrap_start(group.send)),
+            mock.patch.object(group, "recv", self._wrap_start(group.recv)),
             mock.patch.object(distributed, "batch_isend_irecv", together),
             mock.patch.object(distributed_c10d, "batch_isend_irecv", together),
             self,
         ):
             yield
 
-    def _called(self, plain: Any) -> Any:
+    def _wrap_call(self, plain: Any) -> Any:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             name = self.names.get(id(module))
             if name is None:
@@ -196,7 +196,7 @@ class Collectives(TorchDispatchMode):  # type: ignore[misc]
         self.since.append(torch.autograd._get_sequence_nr())
         self.inside.append(self.running[-1] if self.running else "")
 
-    def _started(self, plain: Any) -> Any:
+    def _wrap_start(self, plain: Any) -> Any:
         def start(group: Any, tensors: Any, peer: int, tag: int = 0, *rest: Any) -> _Work:
             work = plain(group, tensors, peer, tag, *rest)
             self.works += 1

@@ -113,7 +113,7 @@ def apply_lowered(
         meshes=meshes,
         first=first,
         batches=same_batches(lowered, meshes, compare),
-        replaced=_replaced(before, model),
+        replaced=_replaced_parameters(before, model),
         known=known,
         changes=changes,
     )
@@ -122,7 +122,7 @@ def apply_lowered(
     return run
 
 
-def _replaced(
+def _replaced_parameters(
     before: Iterable[weakref.ref[nn.Parameter]], model: nn.Module
 ) -> tuple[weakref.ref[nn.Parameter], ...]:
     """The parameters that are no longer the model's; only those: `run.load` swaps tensors, which
@@ -240,7 +240,7 @@ class Worker:
         variables: dict[str, object] = {"model": model}
         if meshes is not None:
             variables["mesh"] = meshes.root
-        self._values = Values(variables, modules, meshes.of if meshes else _no_mesh)
+        self._values = Values(variables, modules, meshes.mesh_of if meshes else _no_mesh)
         self._context = lowered.context(fills=True)
 
     def run_checked(self, op: Op) -> None:
@@ -262,7 +262,7 @@ class Worker:
         for step in op.calls(self._context):
             match step:
                 case Each():
-                    self._each(step)
+                    self._run_each(step)
                 case Once():
                     self._once(step)
                 case Assign():
@@ -272,11 +272,11 @@ class Worker:
         if isinstance(op, Adapt):
             remember(self.model, op)
 
-    def _each(self, step: Each) -> None:
+    def _run_each(self, step: Each) -> None:
         """Makes the calls on each module, found by name: torch would search for a path again."""
         of = self._values
         prepared = [
-            (function_of(c), [of.of(v) for v in c.arguments], of.keywords(c.keywords))
+            (function_of(c), [of.evaluate(v) for v in c.arguments], of.keywords(c.keywords))
             for c in step.calls
         ]
         for self.at in step.modules.names():
@@ -292,25 +292,25 @@ class Worker:
         if isinstance(first, Members):
             self.at = f"[{', '.join(name for some in first.sets for name in some.names())}]"
         if not step.replaces:
-            self._values.of(step.call)
+            self._values.evaluate(step.call)
             return
         self.at = ", ".join(map(str, step.replaces))
         with quiet_imports(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about tied layers, and Conv1D, which peft handles
-            self._values.of(step.call)
+            self._values.evaluate(step.call)
         for name in (name for some in step.replaces for name in some.names()):
             inner = self.model.get_submodule(name).named_modules()
             self.modules |= {f"{name}.{n}" if n else name: module for n, module in inner}
 
     def _assign(self, step: Assign) -> None:
-        value = self._values.of(step.value)
+        value = self._values.evaluate(step.value)
         if isinstance(step.target, ParameterRef):
             self.at = step.target.name
             owner, _, name = self.at.rpartition(".")
             setattr(self._inner(owner), name, value)
             return
         path, _, name = step.target.name.rpartition(".")
-        owner = self._values.of(step.target.owner)
+        owner = self._values.evaluate(step.target.owner)
         setattr(attrgetter(path)(owner) if path else owner, name, value)
 
     def _inner(self, name: str) -> nn.Module:
@@ -324,7 +324,7 @@ def _no_mesh(mesh: MeshOf) -> DeviceMesh:
     raise ValueError(f"{mesh} outside a mesh")
 
 
-def alone(model: nn.Module, lowered: Lowered) -> nn.Module:
+def apply_for_reference(model: nn.Module, lowered: Lowered) -> nn.Module:
     """The model of the reference run in one process, with the plan's operations that it has too."""
     worker = Worker(model, dict(model.named_modules()), None, lowered)
     for op in lowered.ops:
@@ -333,6 +333,8 @@ def alone(model: nn.Module, lowered: Lowered) -> nn.Module:
     return model
 
 
-def adapted(model: nn.Module, lowered: Lowered) -> nn.Module:
+def add_adapters(model: nn.Module, lowered: Lowered) -> nn.Module:
     """The model with a plan's adapters, and nothing else of the plan."""
-    return alone(model, lowered.map_ops(lambda ops: (op for op in ops if isinstance(op, Adapt))))
+    return apply_for_reference(
+        model, lowered.map_ops(lambda ops: (op for op in ops if isinstance(op, Adapt)))
+    )

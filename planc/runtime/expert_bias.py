@@ -29,7 +29,7 @@ def balance(model: nn.Module, loads: Mapping[str, Sequence[int]], rate: float) -
         ValueError: no router beside these experts has a bias.
     """
     modules = named_modules(model)
-    found = [(bias, counts) for n, counts in loads.items() for bias in _beside(n, modules)]
+    found = [(bias, counts) for n, counts in loads.items() for bias in _router_biases(n, modules)]
     if not found:
         raise ValueError(f"no router of {type(model).__name__} has a bias: {' or '.join(BIASES)}")
     for bias, counts in found:
@@ -37,7 +37,7 @@ def balance(model: nn.Module, loads: Mapping[str, Sequence[int]], rate: float) -
             _move(bias, torch.tensor(counts, dtype=torch.float64), rate)
 
 
-def _beside(name: str, modules: Mapping[str, nn.Module]) -> Iterator[Tensor]:
+def _router_biases(name: str, modules: Mapping[str, nn.Module]) -> Iterator[Tensor]:
     """The bias of the router beside a module of experts."""
     around = modules.get(name.rpartition(".")[0])
     for module in around.modules() if around is not None else ():

@@ -95,7 +95,7 @@ def mesh_in_use(lowered: Lowered, device_type: str) -> SharedMesh | None:
     return found if found is not None and found.group is distributed.group.WORLD else None
 
 
-def _made(lowered: Lowered, device_type: str) -> SharedMesh:
+def _create_mesh(lowered: Lowered, device_type: str) -> SharedMesh:
     sizes = _sizes(lowered)
     root = init_device_mesh(
         device_type, tuple(s for _, s in sizes), mesh_dim_names=tuple(n for n, _ in sizes)
@@ -123,16 +123,16 @@ class Meshes:
         self, lowered: Lowered, device_type: str, shared: SharedMesh | None = None
     ) -> None:
         self._sizes = dict(_sizes(lowered))
-        made = shared or _made(lowered, device_type)
+        made = shared or _create_mesh(lowered, device_type)
         self._made = made
         self.root = made.root
-        self._values = Values({"mesh": made.root}, {}, self.of, made.parts)
+        self._values = Values({"mesh": made.root}, {}, self.mesh_of, made.parts)
         self._data, self._averaged = lowered.data, lowered.averaged
         self._context = lowered.context()
         if lowered.data:
             self.part(*lowered.data)
         for value in uneven_groups(lowered, self._context):
-            self._values.of(value)
+            self._values.evaluate(value)
         pipeline = lowered.pipeline
         place = self.root.get_local_rank(pipeline.axis) if pipeline else 0
         self.stage: Stage = lowered.stages[place]
@@ -149,7 +149,7 @@ class Meshes:
         if name in self._sizes:
             return self.root[name]
         if name in self._context.experts:
-            return self.of(MeshOf((name,)))
+            return self.mesh_of(MeshOf((name,)))
         if name == DATA and self._data:
             return self.part(*self._data)
         if name == "loss" and self._averaged:
@@ -172,11 +172,11 @@ class Meshes:
         if unknown or not axes:
             known = one_of(self._sizes, last="and")
             raise KeyError(f"the mesh has no axis {one_of(unknown)!r}; its axes are {known}")
-        return self.of(MeshOf(axes))
+        return self.mesh_of(MeshOf(axes))
 
-    def of(self, mesh: MeshOf) -> DeviceMesh:
+    def mesh_of(self, mesh: MeshOf) -> DeviceMesh:
         """The mesh of some axes, created on the first request."""
-        made: DeviceMesh = self._values.of(mesh_source(mesh, self._context))
+        made: DeviceMesh = self._values.evaluate(mesh_source(mesh, self._context))
         return made
 
 

@@ -86,10 +86,10 @@ class Meter:
             self.at[name] = (end, count)
             end += count + 3
             takes = [*signature(type(module).forward).parameters][2]  # after self, hidden states
-            hook = partial(self._routed, *self.at[name], takes)
+            hook = partial(self._count_routed, *self.at[name], takes)
             module.register_forward_pre_hook(hook, with_kwargs=True)
             if limit := module.__dict__.get(CAPACITY):
-                limit.counted = partial(self._dropped, end - 1)
+                limit.counted = partial(self._count_dropped, end - 1)
                 self.limited.add(name)
         self.own = torch.zeros(end, dtype=torch.int64, device=self.device)
         self.total, self.before = self.own.clone(), [0] * end
@@ -98,7 +98,7 @@ class Meter:
         self.since = 0.0
         self.shapes: set[tuple[int, int, int]] = set()
 
-    def _routed(
+    def _count_routed(
         self, at: int, count: int, name: str, _module: nn.Module, args: Any, kwargs: Any
     ) -> None:
         """Counts the tokens of a pass, by what the router chose."""
@@ -110,7 +110,7 @@ class Meter:
         self.own[at] += len(flat) // max(1, local.shape[-1])
         self.own[at + 1 : at + count + 2].scatter_add_(0, flat, torch.ones_like(flat))
 
-    def _dropped(self, at: int, tokens: Tensor) -> None:
+    def _count_dropped(self, at: int, tokens: Tensor) -> None:
         """Counts the choices of a pass that are dropped."""
         if self._counts():
             self.own[at] += tokens
@@ -143,7 +143,7 @@ class Meter:
         for batch, (rows, length) in zip(batches, shapes, strict=True):
             sums = (rows, 0, rows * length, rows * length * length)
             self.own[:_COUNTS] += torch.tensor(sums, device=self.device)
-            self.own[_TOKENS] += _unpadded(batch, rows * length)
+            self.own[_TOKENS] += _count_unpadded(batch, rows * length)
 
     def settle(self, steps: int = 1) -> None:
         """Adds what all ranks have counted in some steps; every rank calls it, after these."""
@@ -268,7 +268,7 @@ def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
     return (0 if first is None else len(first)), 0
 
 
-def _unpadded(batch: Mapping[str, Any], positions: int) -> int | Tensor:
+def _count_unpadded(batch: Mapping[str, Any], positions: int) -> int | Tensor:
     """The tokens of a batch that are no padding, where its mask says which are."""
     mask = batch.get("attention_mask")
     if positions and isinstance(mask, Tensor) and mask.dim() == 2:

@@ -317,7 +317,7 @@ def require_recomputable(model: nn.Module, lowered: Lowered, device: str) -> Non
         return
     split = [n for op in lowered.styles for n in op.modules.names()]
     modules = dict(model.named_modules())
-    for op, compiled, name, outer in _recomputed(lowered):
+    for op, compiled, name, outer in _recomputed_attention(lowered):
         inner = modules.get(name)
         if inner and _attends(inner) and any(n == outer or below(n, outer) for n in split):
             raise stop(
@@ -329,7 +329,7 @@ def require_recomputable(model: nn.Module, lowered: Lowered, device: str) -> Non
             )
 
 
-def _recomputed(lowered: Lowered) -> Iterator[tuple[Checkpoint, Compile, str, str]]:
+def _recomputed_attention(lowered: Lowered) -> Iterator[tuple[Checkpoint, Compile, str, str]]:
     """(checkpoint, compilation, names of both modules) where compiled attention is recomputed."""
     compiled = [(op, name) for op in lowered.every(Compile) for name in op.modules.names()]
     for op in lowered.recomputed if compiled else ():

@@ -49,7 +49,7 @@ class StepProfile:
     def name(self) -> None:
         """Names ranges where the step that begins is recorded."""
         if self.ranges is not None and self.profiler.current_action in _ACTIVE:
-            self.naming.enter_context(self.ranges.named())
+            self.naming.enter_context(self.ranges.name_ranges())
 
 
 @contextmanager
@@ -109,7 +109,7 @@ class LineRanges(Collectives):
                 self.lines[name].append(f"{_place(op)} {name or 'the model'} {op.short_name}")
 
     @contextmanager
-    def named(self) -> Iterator[None]:
+    def name_ranges(self) -> Iterator[None]:
         """Names what runs inside. Compiled code runs only where no mode sees its operators, so its
         plan's collectives have torch's own names.
         """

@@ -253,7 +253,7 @@ class Run(InNotebooks):
         under any plan, and on any number of ranks.
 
             share = run.accumulation(64, rows=2)
-            sampler = [part for step in range(start, steps) for part in share.at(step)]
+            sampler = [part for step in range(start, steps) for part in share.batches(step)]
             loader = iter(DataLoader(data, batch_sampler=sampler))
             for step in range(start, steps):
                 batches = list(islice(loader, len(share.parts)))

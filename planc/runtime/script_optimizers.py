@@ -43,29 +43,29 @@ def require_whole_steps(optimizer: Optimizer) -> None:
         PlanError: PL465.
     """
     if type(optimizer) not in _ELEMENTWISE and distributed.get_backend() != "fake":
-        raise_on_all_ranks(_tried(optimizer))
+        raise_on_all_ranks(_compare_steps(optimizer))
 
 
-def _tried(optimizer: Optimizer) -> list[Diagnostic]:
+def _compare_steps(optimizer: Optimizer) -> list[Diagnostic]:
     """PL465 where small shards are stepped otherwise than whole parameters, or not at all."""
     groups = [_layouts(group["params"]) for group in optimizer.param_groups]
     if not any(mesh is not None for layouts in groups for mesh, _, _ in layouts):
         return []
-    whole = _stepped(optimizer, groups, lambda value, _: value)
+    whole = _step_copies(optimizer, groups, lambda value, _: value)
     if isinstance(whole, str):  # it wants a closure, or a device, or other parameters
         return []
-    parts = _stepped(optimizer, groups, _distributed)
+    parts = _step_copies(optimizer, groups, _distribute)
     name = type(optimizer).__name__
     if isinstance(parts, str):
-        return [_found(f"{name} cannot step shards: {parts}")]
+        return [_finding(f"{name} cannot step shards: {parts}")]
     worst = max(map(_error, parts, whole), default=0.0)
     if worst <= _MOST:
         return []
     wrong = f"steps shards otherwise than whole parameters, by {worst:.2g} of a step"
-    return [_found(f"{name} {wrong}")]
+    return [_finding(f"{name} {wrong}")]
 
 
-def _found(message: str) -> Diagnostic:
+def _finding(message: str) -> Diagnostic:
     help = (
         "write `optimizer { root : adafactor }` in the plan, which steps shards alike; AdamW does "
         "too, and `muon` has one state for each matrix"
@@ -87,7 +87,7 @@ def _layouts(parameters: Sequence[Tensor]) -> list[_Layout]:
     return [*found]
 
 
-def _distributed(value: Tensor, layout: _Layout) -> Tensor:
+def _distribute(value: Tensor, layout: _Layout) -> Tensor:
     mesh, placements, _ = layout
     if mesh is None:
         return value
@@ -130,7 +130,7 @@ def _first_changed(
     """
     with random_numbers_kept():
         torch.random.default_generator.manual_seed(0)
-        made = _stepped(optimizer, groups, lambda value, _: value, factor=other)
+        made = _step_copies(optimizer, groups, lambda value, _: value, factor=other)
     return None if isinstance(made, str) or not made else made[0][1]
 
 
@@ -138,7 +138,7 @@ def _equal(one: Tensor, two: Tensor | None) -> bool:
     return two is not None and torch.equal(one, two)
 
 
-def _stepped(
+def _step_copies(
     optimizer: Optimizer,
     groups: Sequence[Sequence[_Layout]],
     made: Callable[[Tensor, _Layout], Tensor],
@@ -174,7 +174,7 @@ def _stepped(
                     gradient *= factor(step)
                 p.grad = made(gradient, at)
             other.step()
-        return [(value, _whole(p)) for value, p, _ in parameters]
+        return [(value, _full_tensor(p)) for value, p, _ in parameters]
     except Exception as error:  # whatever the class raises
         return f"{type(error).__name__}: {first_line(error)}"
 
@@ -189,7 +189,7 @@ def _shape(layout: _Layout) -> tuple[int, ...]:
     return tuple(2 * over if over > 1 else 6 for over in ranks)
 
 
-def _whole(parameter: Tensor) -> Tensor:
+def _full_tensor(parameter: Tensor) -> Tensor:
     return whole_of(parameter).cpu()
 
 

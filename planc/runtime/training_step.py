@@ -128,11 +128,11 @@ class TrainingStep:
             run.changes.require()  # before torch looks at the parameters
         rotary = run.model.__dict__.get(LONGEST)
         lengths = rotary.of_all_ranks() if rotary else nullcontext()
-        with lengths, self.observed(run):
+        with lengths, self.observe(run):
             if stages is None:
                 total = self._plain(run, batches, every, trains)
             else:
-                total = self._pipelined(run, stages, batches, every, trains)
+                total = self._run_pipeline(run, stages, batches, every, trains)
         total = total.detach().float()
         if stages is not None:
             distributed.all_reduce(total, group=stages.mesh.get_group())
@@ -151,13 +151,11 @@ class TrainingStep:
         self.seen_counts = False
         self.items = _items(run, batches, self._rule(run.model))
 
-    def observed(self, run: RunParts) -> AbstractContextManager[None]:
+    def observe(self, run: RunParts) -> AbstractContextManager[None]:
         """Notes the labels that the loss of a pass inside is the mean of."""
-        return _observed(run.model, self, compiled=run.lowered.has(Compile))
+        return _observe_loss(run.model, self, compiled=run.lowered.has(Compile))
 
-    def weighed(
-        self, run: RunParts, loss: Tensor, batch: Batch, batches: Sequence[Batch]
-    ) -> Tensor:
+    def weigh(self, run: RunParts, loss: Tensor, batch: Batch, batches: Sequence[Batch]) -> Tensor:
         """The part of the step's loss that an observed pass has, of those that `begin` counted."""
         return self._part(run, loss, batch, batches)
 
@@ -193,7 +191,7 @@ class TrainingStep:
             if self.meter:
                 self.meter.counting = at < len(batches)
             with nullcontext() if last or not trains else run.no_sync():
-                loss = loss_of(run.model(**run.batch(batch), **self._given(run)))
+                loss = loss_of(run.model(**run.batch(batch), **self._loss_arguments(run)))
                 loss = self._part(run, loss, batch, batches)
                 loss = loss if at < len(batches) else loss * 0
                 if trains:
@@ -201,7 +199,7 @@ class TrainingStep:
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
-    def _pipelined(
+    def _run_pipeline(
         self,
         run: RunParts,
         stages: Stages,
@@ -209,7 +207,7 @@ class TrainingStep:
         every: Sequence[Batch],
         trains: bool,
     ) -> Tensor:
-        given = [{**run.batch(batch), **self._given(run)} for batch in every]
+        given = [{**run.batch(batch), **self._loss_arguments(run)} for batch in every]
 
         def part(loss: Tensor, at: int, number: int) -> Tensor:
             loss = self._part(run, loss, whole[at][number], batches)
@@ -230,7 +228,7 @@ class TrainingStep:
             return torch.zeros((), device=run.mesh.device_type)
         return torch.stack([loss.detach() for loss in losses]).sum()
 
-    def _given(self, run: RunParts) -> dict[str, Any]:
+    def _loss_arguments(self, run: RunParts) -> dict[str, Any]:
         takes = hasattr(run.model, "loss_function") and self.counts is not False
         return {_COUNT: self.items} if takes else {}
 
@@ -290,7 +288,7 @@ class TrainingStep:
 
 
 @contextmanager
-def _observed(model: nn.Module, step: TrainingStep, *, compiled: bool) -> Iterator[None]:
+def _observe_loss(model: nn.Module, step: TrainingStep, *, compiled: bool) -> Iterator[None]:
     """Finds out whether the model's loss divides by the number of items that it is given: twice the
     number gives another loss. A pass without valid labels, whose loss is 0, decides nothing.
     Otherwise notes the labels that it is the mean of; compiled blocks would be compiled for that
@@ -306,7 +304,7 @@ def _observed(model: nn.Module, step: TrainingStep, *, compiled: bool) -> Iterat
         return
 
     @functools.wraps(plain)
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         step.called = True
         if kwargs.get(_COUNT) is None:
             with step.labels:
@@ -315,11 +313,11 @@ def _observed(model: nn.Module, step: TrainingStep, *, compiled: bool) -> Iterat
             other = plain(*args, **{**kwargs, _COUNT: 2 * kwargs[_COUNT]})
         with step.labels:
             loss = plain(*args, **kwargs)
-        if _whole(loss).any():
-            step.seen_counts = not torch.equal(_whole(loss), _whole(other))
+        if _full_loss(loss).any():
+            step.seen_counts = not torch.equal(_full_loss(loss), _full_loss(other))
         return loss
 
-    model.loss_function = noted
+    model.loss_function = call
     try:
         with nullcontext() if compiled else step.labels:
             yield
@@ -327,7 +325,7 @@ def _observed(model: nn.Module, step: TrainingStep, *, compiled: bool) -> Iterat
         model.loss_function = plain
 
 
-def _whole(loss: Tensor) -> Tensor:
+def _full_loss(loss: Tensor) -> Tensor:
     return (loss.full_tensor() if isinstance(loss, DTensor) else loss).detach()
 
 

@@ -11,7 +11,7 @@ from planc.model.sources.huggingface import quiet
 from planc.ops.base import AxisRole
 from planc.ops.lowered import Lowered
 from planc.proxy.user_model import ModelBuilder
-from planc.runtime.executor import alone, apply_lowered
+from planc.runtime.executor import apply_for_reference, apply_lowered
 from planc.runtime.preconditions import of_all_ranks
 from planc.simulate import numerics, program
 from planc.simulate.batches import Batches, batches
@@ -76,7 +76,7 @@ def trained(
         return numerics.for_trial(builder.build(seed).to(device), lowered)
 
     data = batches(builder, lowered, seed).to(device)
-    single = alone(built(), lowered)
+    single = apply_for_reference(built(), lowered)
     reference = program.train_single(single, data, lowered)
     if reference.draws and lowered.pipeline is not None:
         raise program.SingleError(
@@ -97,7 +97,7 @@ def trained(
     program.train_rank(model, run, data, result, traced=traced, draws=draws, steered=steered)
     report("compare")
     if reference.draws:
-        single = alone(built(), lowered)
+        single = apply_for_reference(built(), lowered)
         found = of_all_ranks((result.data_rank, result.drawn))
         ranks = [program.RankResult(data_rank=rows, drawn=drawn) for rows, drawn in found]
         reference = program.train_single(single, data, lowered, ranks)

@@ -22,7 +22,7 @@ from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.proxy.user_model import ModelBuilder
 from planc.runtime.calls import import_error
-from planc.runtime.executor import adapted, alone, apply_lowered
+from planc.runtime.executor import add_adapters, apply_for_reference, apply_lowered
 from planc.simulate import program
 from planc.simulate.batches import batches
 from planc.simulate.discrepancies import Runs, compare_runs, failed_run, uneven_use
@@ -90,7 +90,7 @@ def _outcome(
     runs, models = prepared
     failure = _run(models, runs)
     if failure is None and runs.reference.draws:
-        plain = alone(for_trial(builder.build(0), lowered), lowered)
+        plain = apply_for_reference(for_trial(builder.build(0), lowered), lowered)
         runs.reference = program.train_single(plain, runs.batches, lowered, runs.results)
     outcome = failed_run(failure, runs) if failure else compare_runs(runs)
     later = outcome.verdict == "refuted" and all(result.norms for result in runs.results)
@@ -105,13 +105,13 @@ def _prepare(
     """The results of the single process, and a model for each rank; or why nothing can be run."""
     try:
         data = batches(builder, lowered, 0, quick=quick, uneven=uneven)
-        single = alone(for_trial(builder.build(0), lowered), lowered)
+        single = apply_for_reference(for_trial(builder.build(0), lowered), lowered)
         reference = program.train_single(single, data, lowered)
         if reference.draws and lowered.split_axes(AxisRole.SEQUENCE):
             raise program.SingleError(program.DRAWS_PARTS)
         # adapters too are drawn here, one model after the other, from the same seed
         models = [
-            adapted(for_trial(builder.build(0), lowered), lowered)
+            add_adapters(for_trial(builder.build(0), lowered), lowered)
             for _ in range(lowered.world_size)
         ]
         lowered = lowered.without(Adapt)

@@ -31,7 +31,7 @@ from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, FullyShard
 from planc.ops.lora import Adapt
 from planc.proxy.input_search import BatchShape, rank_slice
-from planc.runtime.executor import adapted
+from planc.runtime.executor import add_adapters
 from planc.runtime.standalone.documents import reset_states
 from planc.runtime.standalone.expert_capacity import limit_experts
 from planc.runtime.standalone.shards import in_own_order, rank_orders
@@ -194,7 +194,7 @@ class Routes:
 def single(job, path):
     """Trains without the plan, and writes all that the ranks compare with."""
     plan = lowered(job)
-    model = adapted(build(job.values), plan)
+    model = add_adapters(build(job.values), plan)
     reset_states(model, *parts_reset(plan.ops))  # in one process states of documents leak
     for op in plan.every(LimitExperts):  # an expert has the slots of whole rows
         limited = [model.get_submodule(name) for name in op.modules.names()]

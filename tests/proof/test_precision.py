@@ -12,7 +12,7 @@ from planc.ops.document import digest
 from planc.ops.fsdp import Divide
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.proxy.user_model import builder_of
-from planc.runtime.executor import alone, apply_lowered
+from planc.runtime.executor import apply_for_reference, apply_lowered
 from planc.simulate import thread_ranks
 from planc.simulate.batches import batches
 from planc.simulate.numerics import Operations, norm_error, tolerance
@@ -32,7 +32,7 @@ def errors(model, plan, fault=lambda ops: ops, settings=("tp=2",)):
     assert rounds(lowered)
     builder = builder_of(small.model.values, "")
     data = batches(builder, lowered, 0)
-    reference = train_single(alone(builder.build(0), lowered), data, lowered)
+    reference = train_single(apply_for_reference(builder.build(0), lowered), data, lowered)
     plain = builder.build(0)
     with torch.no_grad(), Operations() as operations:
         plain(**data.steps[0][0].inputs)

@@ -55,7 +55,7 @@ def trained(ranks, settings, rows, loss=None):
         optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
         share, losses = run.accumulation(BATCH, rows=rows), []
         for step in range(STEPS):
-            batches = [data(part) for part in share.at(step)]
+            batches = [data(part) for part in share.batches(step)]
             losses.append(run.forward_backward(batches, passes=share.passes).item())
             optimizer.step()
             optimizer.zero_grad()
@@ -101,7 +101,7 @@ def test_each_row_is_read_once_in_as_few_passes_as_fit():
         for share in every:
             assert share.passes - 1 <= len(share.parts) <= share.passes
             assert all(1 <= len(part) <= rows for part in share.parts)
-        assert every[0].at(3)[0].start == 3 * batch
+        assert every[0].batches(3)[0].start == 3 * batch
 
 
 def test_a_batch_that_no_ranks_can_share_is_refused_with_those_that_they_can():

@@ -40,7 +40,8 @@ share, rank = run.accumulation(BATCH, rows=1), distributed.get_rank()
 for step in range(start, STEPS):
     if dies == {"rank": rank, "step": step}:
         os.kill(os.getpid(), signal.SIGKILL)
-    batches = [{"input_ids": tokens[p], "labels": labels[p]} for p in map(list, share.at(step))]
+    rows = map(list, share.batches(step))
+    batches = [{"input_ids": tokens[p], "labels": labels[p]} for p in rows]
     loss = run.forward_backward(batches, passes=share.passes)
     norm = run.clip_grad_norm_(1.0)
     optimizer.step()

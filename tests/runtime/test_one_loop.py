@@ -120,7 +120,7 @@ def test_a_rank_may_ask_alone_which_rows_it_reads(monkeypatch):
         run = planc.apply(
             models[number], "llama", overrides=overrides, device_type="cpu", compare=0
         )
-        monkeypatch.setattr(run.meshes, "of", created)
+        monkeypatch.setattr(run.meshes, "mesh_of", created)
         found[number] = run.data_rank, run.data_size
 
     assert run_ranks(4, rank, seconds=60) is None

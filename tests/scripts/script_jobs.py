@@ -18,7 +18,7 @@ from script_changes import AROUND, CHANGES, REFUSED, Changes, Refused
 from torch import distributed
 
 import planc
-from planc.runtime.executor import alone
+from planc.runtime.executor import apply_for_reference
 from planc.runtime.gradients import mean_over
 from planc.runtime.standalone.shards import is_adapter, named_tensors
 
@@ -455,7 +455,7 @@ def plan_file(plan):
 
 def by_itself(name, script):
     """What one process shows."""
-    model = alone(numerics.build(PLANS[name][0]), lowered(name))
+    model = apply_for_reference(numerics.build(PLANS[name][0]), lowered(name))
     return Script(Alone(model), Path()).play(script)
 
 

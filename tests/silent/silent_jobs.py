@@ -28,7 +28,7 @@ from planc.proxy.diffusers_model import DiffusersBuilder
 from planc.proxy.input_search import BatchShape
 from planc.proxy.transformers_model import TransformersBuilder
 from planc.proxy.user_model import builder_of
-from planc.runtime.executor import alone, apply_lowered
+from planc.runtime.executor import apply_for_reference, apply_lowered
 from planc.runtime.standalone.documents import reset_states
 from planc.runtime.standalone.images import placeholders
 from planc.runtime.standalone.optimizer import planned_optimizer
@@ -178,7 +178,7 @@ def reference(model, right, changes, script):
     losses = [op for op in lowered.ops if isinstance(op, ChunkLoss)]
     for op in losses:
         with_terms(made, op)
-    made = alone(made, lowered)
+    made = apply_for_reference(made, lowered)
     reset_states(made, *parts_reset(lowered.ops))
     found = trained_alone(made, lowered, loop)
     ranks = len(found["logits"]) // 2  # that have the rows of each of two passes

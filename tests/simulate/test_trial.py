@@ -114,7 +114,7 @@ def test_every_copy_of_the_configuration_is_configured(tmp_path, monkeypatch):
     from planc.runtime.standalone import configuration
 
     # the safeguard of `planc.apply` turns caches off too; here the plan alone is to see to it
-    monkeypatch.setattr(guards, "_uncached", lambda model, args, kwargs: None)
+    monkeypatch.setattr(guards, "_disable_cache", lambda model, args, kwargs: None)
     values = {
         "model_type": "t5",
         "architectures": ["T5ForConditionalGeneration"],

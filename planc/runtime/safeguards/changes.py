@@ -41,7 +41,7 @@ _NO_GRADIENT = "the plan does not reduce its gradient, so the ranks would diverg
 Hook = Callable[..., Any]
 
 
-def _changed(code: str, text: str, help: str = _EARLIER) -> PlanError:
+def _change_error(code: str, text: str, help: str = _EARLIER) -> PlanError:
     return stop(code, text, *script_line("this is the first pass after the change"), help=help)
 
 
@@ -64,11 +64,11 @@ class _Record:
     state: tuple[Any, ...]
 
     @classmethod
-    def of(cls, name: str, module: nn.Module) -> "_Record":
+    def from_module(cls, name: str, module: nn.Module) -> "_Record":
         return cls(
             name,
             module,
-            {name: _unwrapped(child) for name, child in module._modules.items()},
+            {name: _unwrap(child) for name, child in module._modules.items()},
             dict(module._parameters),
             {key for kind in _HOOKS for key in getattr(module, kind)},
             module.__dict__.get("forward"),
@@ -94,7 +94,7 @@ def _state(module: nn.Module) -> tuple[Any, ...]:
     )
 
 
-def _unwrapped(module: nn.Module | None) -> nn.Module | None:
+def _unwrap(module: nn.Module | None) -> nn.Module | None:
     """The module inside wrappers that leave its function unchanged, or itself."""
     while module is not None:
         if isinstance(module, Inactive):
@@ -111,7 +111,7 @@ def _hidden(module: nn.Module, name: str) -> Any:
     """An attribute that a wrapper's module has, or None. If a script sets it on the wrapper, the
     module computes without the change.
     """
-    inside = _unwrapped(module)
+    inside = _unwrap(module)
     return None if inside is module else getattr(inside, name, None)
 
 
@@ -132,7 +132,7 @@ class ModelChanges:
         self._absent = set(stages.absent) if stages else set()
         self._partial = _sharded_features(model, lowered)
         named = model.named_modules()
-        self._records = {module: _Record.of(name, module) for name, module in named}
+        self._records = {module: _Record.from_module(name, module) for name, module in named}
         self._kinds = {type(module): type(module).forward for module in self._records}
         self._fields = [*_relied_fields(model, lowered)]
         units = () if lowered.backend else fsdp_units(model)
@@ -189,38 +189,38 @@ class ModelChanges:
         self._require_shards()
         for kind, forward in self._kinds.items() if self._splits else ():
             if kind.forward is not forward:
-                raise _changed("PL454", f"`{kind.__name__}.forward` was replaced")
+                raise _change_error("PL454", f"`{kind.__name__}.forward` was replaced")
         for config, name, value in self._fields:
             if (now := getattr(config, name, None)) != value:
                 text = f"`config.{name}` was set to {now!r}, and the plan relies on {value!r}"
-                raise _changed("PL454", text)
+                raise _change_error("PL454", text)
 
     def _update(self, record: _Record) -> None:
-        self._records[record.module] = _Record.of(record.name, record.module)
+        self._records[record.module] = _Record.from_module(record.name, record.module)
 
     # Modules and functions -----------------------------------------------------------------------
 
     def _require_children(self, record: _Record) -> None:
-        now = {name: _unwrapped(child) for name, child in record.module._modules.items()}
+        now = {name: _unwrap(child) for name, child in record.module._modules.items()}
         for name in {**record.children, **now}:
             before, after = record.children.get(name), now.get(name)
-            hidden = _unwrapped(_hidden(record.module, name)) if before is None else None
+            hidden = _unwrap(_hidden(record.module, name)) if before is None else None
             before = hidden if before is None else before
             trains = after is not None and any(p.requires_grad for p in after.parameters())
             relied = trains or hidden is not None or _has_parameters(before)
             if before is after or not relied:
                 continue
             if before is None:
-                raise _changed("PL425", f"`{record.path(name)}` was added, and {_NO_GRADIENT}")
+                raise _change_error("PL425", f"`{record.path(name)}` was added, and {_NO_GRADIENT}")
             verb = "removed" if after is None else "replaced by another module"
-            raise _changed("PL425", f"`{record.path(name)}` was {verb}")
+            raise _change_error("PL425", f"`{record.path(name)}` was {verb}")
 
     def _require_forward(self, record: _Record) -> None:
         forward = record.module.__dict__.get("forward")
         same = forward is record.forward and record.state[0] is type(record.module)
         same = same or record.module is self._model or _of_planc(forward)
         if self._splits and not same:
-            raise _changed("PL454", f"the forward of `{plain_name(record.name)}` was replaced")
+            raise _change_error("PL454", f"the forward of `{plain_name(record.name)}` was replaced")
 
     # Parameters ----------------------------------------------------------------------------------
 
@@ -233,7 +233,9 @@ class ModelChanges:
             if before is not after:
                 hidden = _hidden(record.module, name) if before is None else None
                 if hidden is not None and after is not hidden:
-                    raise _changed("PL425", f"the parameter `{record.path(name)}` was replaced")
+                    raise _change_error(
+                        "PL425", f"the parameter `{record.path(name)}` was replaced"
+                    )
                 shard = self._shard_at.get((record.module, name))
                 self._require_parameter(record.path(name), before, after, shard)
 
@@ -241,22 +243,26 @@ class ModelChanges:
         self, path: str, before: Tensor | None, after: Tensor | None, shard: Any
     ) -> None:
         if after is None:
-            raise _changed("PL425", f"the parameter `{path}` was removed")
+            raise _change_error("PL425", f"the parameter `{path}` was removed")
         if before is None:
             if after.requires_grad:
-                raise _changed("PL425", f"`{path}` was added, and {_NO_GRADIENT}")
+                raise _change_error("PL425", f"`{path}` was added, and {_NO_GRADIENT}")
             return
-        if shard is not None and any(after is p for p in _listed(shard)):
+        if shard is not None and any(after is p for p in _fsdp_tensors(shard)):
             return
         known = (p for r in self._records.values() for p in r.parameters.values())
         _, replacement = self._replacements.get(id(before), (None, None))
         if replacement is not after and any(p is after for p in known):  # else both stay tied
-            raise _changed("PL425", f"`{path}` was tied to another parameter")
+            raise _change_error("PL425", f"`{path}` was tied to another parameter")
         if not _alike(before, after):
-            raise _changed("PL425", f"`{path}` was replaced by a tensor of another layout", _VALUES)
+            raise _change_error(
+                "PL425", f"`{path}` was replaced by a tensor of another layout", _VALUES
+            )
         if shard is not None:
             if not isinstance(after, nn.Parameter):
-                raise _changed("PL425", f"`{path}` has other values in this call alone", _VALUES)
+                raise _change_error(
+                    "PL425", f"`{path}` has other values in this call alone", _VALUES
+                )
             shard.reset_sharded_param()
         self._replacements[id(before)] = before, after
 
@@ -271,7 +277,7 @@ class ModelChanges:
                 shard.reset_sharded_param()
                 self._shards[index] = (shard, _local(shard))
             if parameter._backward_hooks and torch.is_grad_enabled():
-                raise _changed(
+                raise _change_error(
                     "PL455",
                     f"FSDP never calls the hook of `{plain_name(shard._param_fqn or 'a parameter')}"
                     "`: autograd computes the gradients of unsharded parameters",
@@ -387,7 +393,7 @@ def _places(shard: Any) -> Iterator[tuple[nn.Module, str]]:
     yield from zip(info.shared_modules, info.shared_param_names, strict=True)
 
 
-def _listed(shard: Any) -> tuple[Any, Any]:
+def _fsdp_tensors(shard: Any) -> tuple[Any, Any]:
     """The tensors that FSDP itself lists in a module, between passes or between microbatches."""
     return shard.sharded_param, getattr(shard, "_unsharded_param", None)
 

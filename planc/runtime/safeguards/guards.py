@@ -130,10 +130,14 @@ def _lengths(applied: Applied) -> Check | None:
     """The plan may be proved for equal parts of a sequence alone."""
     sizes = (a.size for a in applied.lowered.axes if a.role is AxisRole.TENSOR)
     ranks, known = math.lcm(*sizes), applied.known
-    return partial(_divided, ranks) if known is not None and known.even and ranks > 1 else None
+    return (
+        partial(_require_divisible, ranks)
+        if known is not None and known.even and ranks > 1
+        else None
+    )
 
 
-def _divided(ranks: int, _model: nn.Module, args: Any, kwargs: Any) -> bool:
+def _require_divisible(ranks: int, _model: nn.Module, args: Any, kwargs: Any) -> bool:
     found = (v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim() > 1)
     first = next(found, None)
     if first is not None and first.shape[1] % ranks:
@@ -179,7 +183,7 @@ def guard(applied: Applied) -> ModelChanges:
     if (tower := model.__dict__.get(TOWER)) is not None:
         tower.raised = different_kinds
     if lowered.recomputed and "use_cache" in inspect.signature(model.forward).parameters:
-        model.register_forward_pre_hook(_uncached, with_kwargs=True)
+        model.register_forward_pre_hook(_disable_cache, with_kwargs=True)
     if next(iter(applied.sequence_outputs()), None):
         model.register_forward_hook(_whole_states)
     keep_class_names(model)
@@ -192,13 +196,13 @@ def guard(applied: Applied) -> ModelChanges:
         if hasattr(model, method):
             text = f"`{method}` after `planc.apply` would undo {relied}"
             help = f"call `{method}` before `planc.apply`, or change the plan"
-            setattr(model, method, refused("PL454", text, help))
+            setattr(model, method, refuse_call("PL454", text, help))
     if lowered.fsdp_units:
         text = "FSDP units cannot be copied, which `AveragedModel` and `copy.deepcopy` do"
-        model.__deepcopy__ = refused("PL463", text, _AVERAGE)
+        model.__deepcopy__ = refuse_call("PL463", text, _AVERAGE)
     if lowered.fsdp_units or lowered.split_axes(AxisRole.TENSOR):
         text = "`pickle` and `torch.save(model)` would write this rank's shards"
-        model.__reduce_ex__ = refused("PL477", text, _EXPORT)
+        model.__reduce_ex__ = refuse_call("PL477", text, _EXPORT)
     torch_calls.cover(model)
     changes = ModelChanges(model, lowered)
     changes.watch()
@@ -206,7 +210,7 @@ def guard(applied: Applied) -> ModelChanges:
     return changes
 
 
-def _uncached(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _disable_cache(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Blocks that are recomputed would enter the cache twice, so it is off, as in transformers."""
     if not torch.is_grad_enabled():
         return None
@@ -241,7 +245,7 @@ _UNDONE = {"resize_token_embeddings": "the shapes that the plan has split"}
 """A method of transformers' models that any plan forbids, and what it would undo, in words."""
 
 
-def refused(code: str, text: str, help: str) -> Callable[..., None]:
+def refuse_call(code: str, text: str, help: str) -> Callable[..., None]:
     def method(*_args: Any, **_more: Any) -> None:
         raise stop(code, text, *script_line("it is called here"), help=help)
 

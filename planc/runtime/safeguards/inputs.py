@@ -33,11 +33,11 @@ from planc.runtime.safeguards.loss_rows import (
 )
 from planc.runtime.safeguards.loss_rows import (
     LossRowsOfPass,
+    from_bits,
     logits_of,
     noted_next_labels,
     nothing_sent,
     own_means,
-    received,
 )
 from planc.runtime.safeguards.padded_lengths import lengths_hook
 from planc.runtime.safeguards.weights import SameWeights
@@ -89,7 +89,7 @@ class SameRows:
         self.seen += 1
         names, what = [name for name, _ in leaves], f"{self.what} {self.seen}"
         for mesh in self.meshes:
-            rows = _sent(_row(leaves, mesh.device_type), mesh)
+            rows = _gather_row(_row(leaves, mesh.device_type), mesh)
             self.last.append(partial(self._require_equal, mesh, rows, names, what))
         if self.seen <= self.passes:
             self.settle()
@@ -120,7 +120,7 @@ class SameRows:
         )
 
 
-def _sent(own: Tensor, mesh: DeviceMesh) -> Callable[[], Rows]:
+def _gather_row(own: Tensor, mesh: DeviceMesh) -> Callable[[], Rows]:
     """Sends a row to all ranks of a mesh; what it returns waits for theirs, not for the device."""
     every = own.new_empty(mesh.size() * own.numel())
     work = all_gather(every, own, group=mesh.get_group(), async_op=True)
@@ -236,7 +236,7 @@ class PassComparison:
             strayed = 0
             for part in self.parts:
                 self._require_parts(model, kwargs, float(divisor), part.size())
-                rows = rows_of(self._sent(part.device_type), part)
+                rows = rows_of(self._loss_row_bits(part.device_type), part)
                 strayed = max(strayed, self._compare_losses(rows, part))
             if self.data is not None:
                 strayed = self._compare(self.data, leaves, divisor, strayed)
@@ -257,7 +257,7 @@ class PassComparison:
         sent = torch.as_tensor(divisor, device=kind) * _FINE
         row = _row(leaves, kind), sent.round().long().view(1)
         most = torch.tensor([strayed], device=kind)
-        every = rows_of(torch.cat([*row, self._sent(kind), most]), data)
+        every = rows_of(torch.cat([*row, self._loss_row_bits(kind), most]), data)
         rows = [each[: -LOSS_NUMBERS - 1] for each in every]
         self.alike += all(row == rows[0] for row in rows)
         divisors = [row[-1] / _FINE for row in rows]
@@ -274,8 +274,8 @@ class PassComparison:
             place = script_line("the logits are computed here")
             self.loss_rows = LossRowsOfPass(logits, self.next_labels, place)
 
-    def _sent(self, device: str) -> Tensor:
-        return nothing_sent(device) if self.loss_rows is None else self.loss_rows.sent(device)
+    def _loss_row_bits(self, device: str) -> Tensor:
+        return nothing_sent(device) if self.loss_rows is None else self.loss_rows.as_bits(device)
 
     def _require_next_labels(self, strayed: int) -> None:
         """Refuses a loss of the last pass that takes other labels than those of the next tokens, on
@@ -299,7 +299,7 @@ class PassComparison:
         """Warns of means of the last pass over the ranks' own tokens, once. Returns how many tokens
         of a rank have other labels than those of the next tokens.
         """
-        rows = [received(each) for each in bits]
+        rows = [from_bits(each) for each in bits]
         axis, place = "_".join(mesh.mesh_dim_names or ()), self.loss_rows
         labels = () if place is None else place.place
         if own_means(rows) and not self.counted:
@@ -407,7 +407,7 @@ def watch(model: nn.Module, compared: PassComparison) -> None:
         if compared.done:
             last.remove()
 
-    def loaded(_model: nn.Module, found: Any) -> None:
+    def forget_weights(_model: nn.Module, found: Any) -> None:
         if not found.missing_keys:
             compared.weights.built = None
 
@@ -422,7 +422,7 @@ def watch(model: nn.Module, compared: PassComparison) -> None:
     last = model.register_forward_hook(after)
     # a script may train parts by themselves first, whose weights then differ rightly
     parts = [part.register_forward_pre_hook(of_part, prepend=True) for part in model.children()]
-    model.register_load_state_dict_post_hook(loaded)
+    model.register_load_state_dict_post_hook(forget_weights)
 
 
 def leaves_of(args: Any, kwargs: Mapping[str, Any]) -> Leaves:

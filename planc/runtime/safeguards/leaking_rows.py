@@ -52,10 +52,10 @@ def refuse(model: nn.Module, batch: Mapping[str, Any]) -> bool:
         found = leaks(model.config.to_dict(), name, parts) if kind else {}
         model.__dict__[_KEPT] = found
     if isinstance(found, str):
-        if rows_at_risk := _packed(batch) or _padded(batch):
+        if rows_at_risk := _has_packed_documents(batch) or _has_left_padding(batch):
             _warn_unknown(name, found)
         return not rows_at_risk  # one warning is enough
-    if DOCUMENTS in found and _packed(batch):
+    if DOCUMENTS in found and _has_packed_documents(batch):
         raise stop(
             "PL517",
             f"rows with several documents: positions begin again, and in {name} the tokens of one "
@@ -64,7 +64,7 @@ def refuse(model: nn.Module, batch: Mapping[str, Any]) -> bool:
             help="give each document a row of its own, padded on the right; or leave out "
             "`position_ids`, if documents may see each other",
         )
-    if PADDING in found and _padded(batch):
+    if PADDING in found and _has_left_padding(batch):
         raise stop(
             "PL518",
             f"rows with padding on the left, which the tokens of {name} see (they move by "
@@ -85,13 +85,13 @@ def _warn_unknown(name: str, reason: str) -> None:
     )
 
 
-def _packed(batch: Mapping[str, Any]) -> bool:
+def _has_packed_documents(batch: Mapping[str, Any]) -> bool:
     """Whether documents are isolated by the positions alone."""
     stated = any(batch.get(name) is not None for name in ("attention_mask", *STATED))
     return not stated and _holds(batch.get("position_ids"), _begins_again)
 
 
-def _padded(batch: Mapping[str, Any]) -> bool:
+def _has_left_padding(batch: Mapping[str, Any]) -> bool:
     return _holds(batch.get("attention_mask"), _padded_before)
 
 

@@ -65,13 +65,13 @@ class LossRowsOfPass:
             with torch.no_grad():
                 self._found = measure_rows(whole_of(logits), whole_of(gradient), self._labels)
 
-    def sent(self, device: str) -> Tensor:
+    def as_bits(self, device: str) -> Tensor:
         """The three numbers of `LossRows` as the bits of int64, which ranks exchange."""
         return self._found.to(device).view(torch.int64)
 
 
-def received(bits: Sequence[int]) -> LossRows:
-    """The inverse of `LossRowsOfPass.sent`."""
+def from_bits(bits: Sequence[int]) -> LossRows:
+    """The inverse of `LossRowsOfPass.as_bits`."""
     return LossRows(*torch.tensor(bits).view(torch.float64).tolist())
 
 
@@ -143,7 +143,7 @@ def measure_rows(logits: Tensor, gradient: Tensor, labels: Tensor | None) -> Ten
     known = (tokens > 0) & (certain > 0) & (residual <= _RESIDUAL**2 * total)
     strayed = tokens.new_zeros(())
     if labels is not None:
-        strayed = _strayed(taken.view_as(labels), targets.view_as(labels), labels)
+        strayed = _count_wrong_labels(taken.view_as(labels), targets.view_as(labels), labels)
     found = torch.stack([tokens.double(), weight / certain, strayed.double()])
     return torch.where(known, found, found.new_tensor(_UNKNOWN))
 
@@ -166,7 +166,7 @@ def _of_chunk(logits: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return taken, targets, torch.where(certain, sums, 0.0).sum(-1)
 
 
-def _strayed(taken: Tensor, targets: Tensor, labels: Tensor) -> Tensor:
+def _count_wrong_labels(taken: Tensor, targets: Tensor, labels: Tensor) -> Tensor:
     """The number of tokens that have another label in the loss, or are left out because a part of a
     sequence was shifted by itself: the last one of each row. Zero for a loss of other labels
     altogether.

@@ -49,11 +49,11 @@ def _replace_functions() -> None:
 
 def _refusing(function: Callable[..., Any], require: Callable[..., None]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         require(*args, **kwargs)
         return function(*args, **kwargs)
 
-    return called
+    return call
 
 
 def _require_no_shards(
@@ -118,7 +118,7 @@ def _total_norm(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """torch's norm of several tensors, which may be on several meshes."""
 
     @functools.wraps(function)
-    def called(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
+    def call(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         _require_all_stages(given)
         if len({_mesh(tensor) for tensor in given}) > 1:
@@ -126,19 +126,19 @@ def _total_norm(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             given = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
         return function(given, norm_type, *args, **kwargs)
 
-    return called
+    return call
 
 
 def _scaling(function: Callable[..., None]) -> Callable[..., None]:
     """torch's scaling of gradients by their norm, once for the parameters of each mesh."""
 
     @functools.wraps(function)
-    def called(parameters: Any, *args: Any, **kwargs: Any) -> None:
+    def call(parameters: Any, *args: Any, **kwargs: Any) -> None:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for mesh in {_mesh(parameter): None for parameter in given}:
             function([p for p in given if _mesh(p) == mesh], *args, **kwargs)
 
-    return called
+    return call
 
 
 def _mesh(tensor: Tensor) -> DeviceMesh | None:

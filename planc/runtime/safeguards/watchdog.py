@@ -75,17 +75,17 @@ class Watchdog(threading.Thread):
         self.ending = threading.Lock()
         self.messages = Messages() if lowered.pipeline and _by_gloo() else None
         self.hook = sys.excepthook
-        sys.excepthook = self._failed
+        sys.excepthook = self._write_error
         self._forget()
-        self.stop_signal = StopSignal(self._stopped)
+        self.stop_signal = StopSignal(self._write_stop)
 
     def run(self) -> None:
-        last, since, written = self._moved(), time.monotonic(), False
+        last, since, written = self._progress(), time.monotonic(), False
         while not self.ended.wait(self.seconds / _POLLS):
             if id(distributed.group.WORLD) != self.group:  # the script has ended its groups
                 self.end()
                 return
-            now = self._moved()
+            now = self._progress()
             if now != last:
                 last, since = now, time.monotonic()
                 if written:
@@ -98,13 +98,13 @@ class Watchdog(threading.Thread):
 
     def end(self) -> None:
         self.ended.set()
-        if sys.excepthook == self._failed:
+        if sys.excepthook == self._write_error:
             sys.excepthook = self.hook
         self.stop_signal.end()
         if self.messages:
             self.messages.end()
 
-    def _failed(self, kind: Any, error: Any, trace: Any) -> None:
+    def _write_error(self, kind: Any, error: Any, trace: Any) -> None:
         """Writes where a rank was when it raised: an error of a library, such as that of a rank
         which has ended, and its own.
         """
@@ -116,14 +116,14 @@ class Watchdog(threading.Thread):
             self._write(f"{kind.__name__}: {error}", traceback.extract_tb(trace))
         self._tell(f"rank {self.rank} has ended with an error")
 
-    def _stopped(self) -> None:
+    def _write_stop(self) -> None:
         """Writes where a rank was when it was stopped, unless it has written its error."""
         with self.ending:
             if not self.ended.is_set() and id(distributed.group.WORLD) == self.group:
                 self.ended.set()
                 self._write("SIGTERM")
 
-    def _moved(self) -> Any:
+    def _progress(self) -> Any:
         """The progress of each process group."""
         status = pickle.loads(_dump(collectives=False))["pg_status"]
         return status, self.messages and self.messages.count

@@ -131,10 +131,10 @@ class SameWeights:
             }
             total = torch.tensor([text_sum(repr(sorted(own.items())))], device=mesh.device_type)
             if len({row[0] for row in rows_of(total, mesh)}) > 1:
-                every, axis = _of(mesh, own), "_".join(mesh.mesh_dim_names or ())
-                told = told or _changed(every, ranks, axis)
+                every, axis = _all_gather_objects(mesh, own), "_".join(mesh.mesh_dim_names or ())
+                told = told or _describe_change(every, ranks, axis)
         for mesh in self.meshes:  # so that all ranks of all axes raise
-            told = next(filter(None, _of(mesh, told)), "")
+            told = next(filter(None, _all_gather_objects(mesh, told)), "")
         if told:
             help = (
                 "change weights on all ranks alike, from one seed or from equal files; `run.load` "
@@ -145,7 +145,7 @@ class SameWeights:
             raise self.built
 
 
-def _of(mesh: DeviceMesh, own: T) -> list[T]:
+def _all_gather_objects(mesh: DeviceMesh, own: T) -> list[T]:
     """All-gathers an object of each rank of a mesh, by rank."""
     every = [own] * mesh.size()
     distributed.all_gather_object(every, own, group=mesh.get_group())
@@ -164,7 +164,9 @@ def _split(tensor: Tensor, ranks: Sequence[int]) -> bool:
     return any(len({*group} & {*ranks}) > 1 for group in groups)
 
 
-def _changed(every: Sequence[dict[str, tuple[bool, int]]], ranks: Sequence[int], axis: str) -> str:
+def _describe_change(
+    every: Sequence[dict[str, tuple[bool, int]]], ranks: Sequence[int], axis: str
+) -> str:
     found = difference(every, ranks)
     assert found is not None  # the totals differ
     name, count = found.names[0], len(found.names)

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import planc
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
-from planc.runtime.executor import alone, apply_lowered
+from planc.runtime.executor import apply_for_reference, apply_lowered
 from planc.simulate.thread_ranks import run_ranks
 from planc.tools.editor.completion import complete
 from planc.tools.editor.hover import meanings
@@ -71,7 +71,7 @@ def ranks():
     models += [copy.deepcopy(models[0]) for _ in range(3)]
     settings = ["tp=2", "param_dtype=fp32"]
     lowered: Lowered = planc.lower(models[0], "clamped.plan", world_size=2, overrides=settings)
-    right, plain = outputs(alone(models[2], lowered)), outputs(models[3])
+    right, plain = outputs(apply_for_reference(models[2], lowered)), outputs(models[3])
     logits = {}
 
     def rank(number):

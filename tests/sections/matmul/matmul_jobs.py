@@ -10,7 +10,7 @@ from scale_faults import wrong_amax
 from torch import nn
 
 import planc
-from planc.runtime.executor import alone
+from planc.runtime.executor import apply_for_reference
 from planc.runtime.standalone.shards import rank_orders, whole_of
 from planc.simulate.numerics import for_trial, parameters_by_name
 from planc.simulate.trial_part import trial_part
@@ -26,7 +26,7 @@ def train(model, plan, overrides, fault=""):
     single, made = build(model), build(model)
     lowered = planc.lower(single, plan, world_size=world, overrides=overrides)
     single, made = for_trial(single, lowered), for_trial(made, lowered)
-    single = alone(single, trial_part(lowered, section="matmul"))
+    single = apply_for_reference(single, trial_part(lowered, section="matmul"))
     with _broken(fault):
         run = planc.apply(made, plan, overrides=overrides, device_type="cpu", require="nothing")
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (made, single))

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from training_jobs import applied
 
 import planc
-from planc.runtime.executor import alone
+from planc.runtime.executor import apply_for_reference
 from planc.runtime.sharded_tensors import sharded_like
 from planc.runtime.standalone.dcp_chunks import Pieces
 from planc.runtime.standalone.kept_states import state_values
@@ -36,7 +36,7 @@ def _single(model, plan, overrides, double, steps):
     single = single.double() if double else single
     world = distributed.get_world_size()
     lowered = planc.lower(single, plan, world_size=world, overrides=overrides)
-    alone(single, lowered)
+    apply_for_reference(single, lowered)
     before = {name: value.clone() for name, value in single.state_dict().items()}
     optimizer = planned_optimizer(single, **TERMS)
     for seed in range(steps):
@@ -90,7 +90,7 @@ def exact(model, plan, overrides):
     """
     single, made = (build(model).double() for _ in range(2))
     world = distributed.get_world_size()
-    alone(single, planc.lower(single, plan, world_size=world, overrides=overrides))
+    apply_for_reference(single, planc.lower(single, plan, world_size=world, overrides=overrides))
     run = planc.apply(made, plan, overrides=overrides, device_type="cpu")
     right, mine = planned_optimizer(single, **TERMS), run.optimizer(**TERMS)
     before = {name: p.detach().clone() for name, p in single.named_parameters()}
