@@ -35,7 +35,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from planc.runtime.weights.writing import Class, RankFile, Stored, chunks_at, described, writers
+from planc.runtime.weights.writing import (
+    Class,
+    RankFile,
+    Stored,
+    chunks_at,
+    describe_files,
+    writers,
+)
 
 TP = 8
 SHAPES = [  # of a block of a llama of 8B, with how tp and FSDP shard them
@@ -137,7 +144,7 @@ def by_planc(ranks):
     reports = [pickle.dumps(one) for one in reports_of(ranks)]
     start = time.process_time()
     told = [pickle.loads(one) for one in sent]
-    metadata, [results] = described([ranks], [pickle.loads(one) for one in reports])
+    metadata, [results] = describe_files([ranks], [pickle.loads(one) for one in reports])
     metadata.storage_data = {one.index: one.storage_data for one in results}
     return 0.0, start, metadata, sum(map(len, sent + reports)), sum(map(len, sent))
 

@@ -12,8 +12,8 @@ from planc.diagnostics.diagnostic import Diagnostic
 from planc.model.checkpoint_conversion import HubNames, Recipe, recipes
 from planc.runtime.standalone.safetensors_files import StoredTensor, tensors_in_folder
 from planc.runtime.standalone.shards import named_tensors
-from planc.runtime.weights.loading import _converted, checked
-from planc.runtime.weights.stored_tensors import ConvertedTensor, made
+from planc.runtime.weights.loading import _convert, match_or_report
+from planc.runtime.weights.stored_tensors import ConvertedTensor, assemble_tensor
 
 SMALL = {
     "vocab_size": 128,
@@ -61,7 +61,7 @@ def test_what_transformers_writes_is_read_slice_by_slice(family, tmp_path):
     entries = tensors_in_folder(tmp_path, problems)
     model = build(family, meta=True)
     findings: list[Diagnostic] = []
-    stored = _converted(model, entries, findings)
+    stored = _convert(model, entries, findings)
     assert problems == findings == [] and stored.keys() >= {n for n, _ in model.named_parameters()}
     several = any(len(getattr(s, "pieces", ())) > 1 for s in stored.values())
     assert several == (family not in ("gpt_oss", "llama", "granitemoe"))
@@ -102,7 +102,7 @@ def test_an_expert_that_is_missing_is_a_wrong_shape(tmp_path):
     expert = "model.layers.1.block_sparse_moe.experts.5"
     changed(tmp_path, lambda t: [t.pop(f"{expert}.{w}.weight") for w in ("w1", "w2", "w3")])
     model = build("mixtral", meta=True)
-    stored = _converted(model, tensors_in_folder(tmp_path, []), [])
+    stored = _convert(model, tensors_in_folder(tmp_path, []), [])
     assert stored["model.layers.1.mlp.experts.gate_up_proj"].shape[0] == 11
     assert stored["model.layers.0.mlp.experts.gate_up_proj"].shape[0] == 12
 
@@ -117,7 +117,7 @@ def test_parts_that_do_not_fit_together_are_findings(tmp_path):
 
     changed(tmp_path, change)
     findings: list[Diagnostic] = []
-    _converted(build("mixtral", meta=True), tensors_in_folder(tmp_path, []), findings)
+    _convert(build("mixtral", meta=True), tensors_in_folder(tmp_path, []), findings)
     assert [d.code for d in findings] == ["PL496", "PL496"]
     told = sorted(d.message for d in findings)
     assert "experts.down_proj cannot be assembled: its parts have different shapes" in told[0]
@@ -131,15 +131,15 @@ def entry(name, *shape, tmp_path=None):
 def test_a_conversion_that_planc_does_not_know(tmp_path):
     entries = {"a": entry("a", 4, 2, tmp_path=tmp_path)}
     steps = (("Interleave", 0, 0),)
-    assert "`Interleave`" in made(Recipe(parts=(("a",),), steps=steps), entries)
-    assert "several tensors match it" in made(Recipe(parts=(("a", "a"),)), entries)
+    assert "`Interleave`" in assemble_tensor(Recipe(parts=(("a",),), steps=steps), entries)
+    assert "several tensors match it" in assemble_tensor(Recipe(parts=(("a", "a"),)), entries)
 
 
 def test_a_swap_of_dims(tmp_path):
     values = torch.arange(24.0).reshape(2, 3, 4)
     save_file({"a": values}, tmp_path / "x.safetensors")
     entries = tensors_in_folder(tmp_path, [])
-    stored = made(Recipe(parts=(("a",),), steps=(("swap", 1, 2),)), entries)
+    stored = assemble_tensor(Recipe(parts=(("a",),), steps=(("swap", 1, 2),)), entries)
     assert isinstance(stored, ConvertedTensor) and stored.shape == (2, 4, 3)
     got = torch.zeros(2, 2, 3)
     stored.copy_to(got, (((0, 2),), ((1, 2), (3, 4)), ((0, 3),)))
@@ -162,7 +162,7 @@ def test_a_model_of_ones_own_keeps_its_names(tmp_path):
     model = torch.nn.Linear(2, 2)
     assert recipes(model, ["x"], ["weight"]) == {"x": Recipe(parts=(("x",),))}
     scalar = {"x": entry("x", tmp_path=tmp_path)}
-    assert made(Recipe(parts=(("x",),)), scalar).shape == ()
+    assert assemble_tensor(Recipe(parts=(("x",),)), scalar).shape == ()
 
 
 @pytest.mark.parametrize("named", [None, "other.safetensors", "model.safetensors.index.json"])
@@ -201,7 +201,7 @@ def test_values_in_8_bits_without_scales_do_not_fit(family, tmp_path):
 
     changed(tmp_path, quantize)
     model, findings = build(family, meta=True), []
-    stored = _converted(model, tensors_in_folder(tmp_path, []), findings)
-    checked(model, stored, tmp_path, findings)
+    stored = _convert(model, tensors_in_folder(tmp_path, []), findings)
+    match_or_report(model, stored, tmp_path, findings)
     [finding] = findings
     assert finding.code == "PL496" and "is F8_E4M3 without scales" in finding.message

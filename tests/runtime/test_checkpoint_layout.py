@@ -92,9 +92,9 @@ def written(folder, held):
     members = {}
     for rank, (digest, *_) in enumerate(told):
         members.setdefault(digest, []).append(rank)
-    classes = [*writing.joined(members.values(), [one.shared for one in held], told)]
+    classes = [*writing.join_classes(members.values(), [one.shared for one in held], told)]
     reports = [file_of(rank, folder, held, classes, told) for rank in range(4)]
-    metadata, results = writing.described(classes, reports)
+    metadata, results = writing.describe_files(classes, reports)
     writer = checkpoint.FileSystemWriter(folder)
     writer.set_up_storage_writer(True)
     writer.finish(metadata, results)
@@ -129,17 +129,17 @@ def test_a_tensor_of_two_stages_is_written_once(tmp_path):
 def test_shards_that_are_not_the_whole_tensor_are_refused(tmp_path):
     held = [held_by(rank, ["both"]) for rank in range(4)]
     told = [one.told for one in held]
-    [half] = writing.joined([(0, 1)], [one.shared for one in held], told)
+    [half] = writing.join_classes([(0, 1)], [one.shared for one in held], told)
     reports = [file_of(rank, tmp_path, held, [half], told) for rank in (0, 1)]
     with pytest.raises(RuntimeError, match="are not the whole tensor"):
-        writing.described([half], reports)
+        writing.describe_files([half], reports)
 
 
 def test_a_rank_whose_shards_are_others_is_refused(tmp_path):
     held = [held_by(rank, ["both"]) for rank in range(4)]
     told = [one.told for one in held]
     told[1], told[2] = told[2], told[1]
-    [every] = writing.joined([range(4)], [one.shared for one in held], told)
+    [every] = writing.join_classes([range(4)], [one.shared for one in held], told)
     with pytest.raises(RuntimeError, match="not those that its placements give"):
         file_of(1, tmp_path, held, [every], told)
 
@@ -149,7 +149,7 @@ def test_a_file_of_another_size_is_refused(tmp_path):
     classes, reports, _ = written(tmp_path, held)
     reports[3] = writing.replace(reports[3], end=reports[3].end + 1)
     with pytest.raises(RuntimeError, match="the file of rank 3 has another size"):
-        writing.described(classes, reports)
+        writing.describe_files(classes, reports)
 
 
 def test_the_chunks_are_those_of_torchs_planner(tmp_path):

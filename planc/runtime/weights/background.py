@@ -23,11 +23,11 @@ _log = logging.getLogger("planc")
 
 def snapshot(state: dict[str, Any]) -> dict[str, Any]:
     """A copy of a state on the CPU, which later steps do not change; shards keep their places."""
-    copied: dict[str, Any] = tree_map(_copied, state)
+    copied: dict[str, Any] = tree_map(_copy, state)
     return copied
 
 
-def _copied(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     if isinstance(value, Pieces):
         return value.with_part(value.part.detach().to("cpu", copy=True))
     if isinstance(value, Tensor):

@@ -26,7 +26,7 @@ from planc.runtime.standalone.dcp_chunks import storable
 from planc.runtime.standalone.load_weights import on_other_stages
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.shards import Order, named_tensors, part_of, plain_name, rank_orders
-from planc.runtime.weights.optimizers import assembled, empty_shard
+from planc.runtime.weights.optimizers import assemble, empty_shard
 
 OWN, _TENSORS = "extra.", "extra_tensors."
 """The prefixes of keys: for states of the ranks that read the same data, and for tensors."""
@@ -72,7 +72,7 @@ class _Layouts:
     trained: tuple[str, ...]
 
     @classmethod
-    def of(cls, model: nn.Module) -> "_Layouts":
+    def from_model(cls, model: nn.Module) -> "_Layouts":
         parameters = [(plain_name(n), p) for n, p in model.named_parameters()]
         return cls(
             dict(named_tensors(model)),
@@ -102,15 +102,15 @@ class _Layouts:
         return not isinstance(value, DTensor) and value.shape in (own.shape, part_of(own).shape)
 
 
-def _mapped(
+def _map_leaves(
     state: Any, change: Callable[[Path_, Any, int], Any], path: Path_ = (), length: int = 0
 ) -> Any:
-    """A state with another value for each leaf, and without those that become `_mapped`."""
+    """A state with another value for each leaf, and without those that become `_map_leaves`."""
     if _is_mark(state) or not isinstance(state, dict | list | tuple):
         return change(path, state, length)
     items = state.items() if isinstance(state, dict) else enumerate(state)
-    new = [(k, _mapped(v, change, (*path, k), len(state))) for k, v in items]
-    new = [(k, v) for k, v in new if v is not _mapped]
+    new = [(k, _map_leaves(v, change, (*path, k), len(state))) for k, v in items]
+    new = [(k, v) for k, v in new if v is not _map_leaves]
     if isinstance(state, dict):
         return _dict_of(state, dict(new))
     values = [v for _, v in new]
@@ -155,7 +155,7 @@ def states(
     _require_states(extra)
     for each in (model, *(e for e in extra.values() if isinstance(e, nn.Module))):
         reshard(each)
-    layouts, orders, staged = _Layouts.of(model), rank_orders(model), bool(stages_of(model))
+    layouts, orders, staged = _Layouts.from_model(model), rank_orders(model), bool(stages_of(model))
     out: dict[str, Any] = {}
     sums: dict[tuple[str, Path_], Tensor] = {}
     ordered = {tuple(layouts.tensors[n].shape) for n in orders}
@@ -184,11 +184,11 @@ def states(
             )
             return (_STORED, path, like, local)
 
-        skeletons[name] = _mapped(each.state_dict(), keep)
+        skeletons[name] = _map_leaves(each.state_dict(), keep)
     told = {place: int(value) for place, value in sums.items()}
     skeletons = _of_data_rank(data_rank, told, skeletons, staged, refused)
-    out |= {f"{OWN}{name}.{data_rank}": _pickled(each) for name, each in skeletons.items()}
-    return out, [_refused(*one) for one in refused[:1]]
+    out |= {f"{OWN}{name}.{data_rank}": _pickle(each) for name, each in skeletons.items()}
+    return out, [_tensor_error(*one) for one in refused[:1]]
 
 
 def _of_data_rank(
@@ -217,13 +217,13 @@ def _require_states(extra: Extra) -> None:
             raise TypeError(f"extra[{name!r}] is a {kind}, without a state_dict to save and load")
 
 
-def _pickled(state: Any) -> bytes:
+def _pickle(state: Any) -> bytes:
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()
 
 
-def _refused(name: str, path: Path_, why: str) -> Diagnostic:
+def _tensor_error(name: str, path: Path_, why: str) -> Diagnostic:
     place = "".join(f"[{part!r}]" for part in path)
     return problem(
         "PL459",
@@ -301,7 +301,7 @@ def empty(
     """Memory for the tensors of all states, in this run's layout: that of the object's own tensors
     where it has them, else that of the model's.
     """
-    layouts, orders = _Layouts.of(model), rank_orders(model)
+    layouts, orders = _Layouts.from_model(model), rank_orders(model)
     out, findings = Filled({}, {}), []
     for name, state in found.items():
         marks = [leaf for _, leaf in _leaves(state) if _is_mark(leaf)]
@@ -348,11 +348,11 @@ def _target(
     like = with_chunk_of(like.detach(), like)
     value = empty_shard(like, dtype, order)
 
-    def made() -> Tensor:
-        tensor = assembled(value, like)
+    def create() -> Tensor:
+        tensor = assemble(value, like)
         return part_of(tensor) if local else tensor
 
-    return value, made
+    return value, create
 
 
 def _leaves(state: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
@@ -371,6 +371,6 @@ def load_states(extra: Extra, found: Mapping[str, Any], filled: Filled) -> None:
             if not _is_mark(leaf):
                 return leaf
             make = filled.made.get(_key(name, leaf[1]))
-            return make() if make else _mapped  # of another stage
+            return make() if make else _map_leaves  # of another stage
 
-        extra[name].load_state_dict(_mapped(state, value))
+        extra[name].load_state_dict(_map_leaves(state, value))

@@ -40,7 +40,7 @@ from planc.runtime.standalone.shards import (
     plain_name,
     select_ranges,
 )
-from planc.runtime.weights.stored_tensors import ConvertedTensor, made
+from planc.runtime.weights.stored_tensors import ConvertedTensor, assemble_tensor
 
 Weights = Literal["slices", "rank0"]
 Compared = Literal["samples", "files"]
@@ -56,7 +56,7 @@ class Excused:
     new: tuple[str, ...]
     unused: tuple[str, ...]
 
-    def applied(
+    def apply(
         self,
         model: nn.Module,
         stored: Mapping[str, StoredTensor],
@@ -68,13 +68,13 @@ class Excused:
         """
         known = [n for n, _ in named_tensors(model)]
         every = {*known, *on_other_stages(model)}
-        new = [n for n in dict.fromkeys(known) if _inside(n, self.new)]
+        new = [n for n in dict.fromkeys(known) if _is_inside(n, self.new)]
         wrong = [(o, "the model has no such parameter") for o in _without(self.new, every)]
         wrong += [(n, f"{folder} holds it") for n in new if n in stored]
         findings += [problem("PL468", f"new = {n!r}: {why}") for n, why in wrong]
         none = _without(self.unused, stored)
         findings += [problem("PL468", f"unused = {n!r}: {folder} holds no such name") for n in none]
-        return {n: t for n, t in stored.items() if not _inside(n, self.unused)}, new
+        return {n: t for n, t in stored.items() if not _is_inside(n, self.unused)}, new
 
 
 NOTHING = Excused((), ())
@@ -119,10 +119,10 @@ def load_files(
         findings += [problem("PL497", text) for text in broken]
         stored = _plain(stored, section, findings)
         if not findings:
-            stored, new = excused.applied(model, stored, folder, findings)
-            stored = _converted(model, stored, findings)
-            found = checked(model, stored, folder, findings, without=new)
-            drawn = initialized(model, [n for n in new if n not in found], seed, findings)
+            stored, new = excused.apply(model, stored, folder, findings)
+            stored = _convert(model, stored, findings)
+            found = match_or_report(model, stored, folder, findings, without=new)
+            drawn = initialize(model, [n for n in new if n not in found], seed, findings)
             found |= drawn
         if adapters := [name for name in found if is_adapter(name)]:
             text = f"{folder} holds adapters, {listed_names(adapters)}"
@@ -175,7 +175,7 @@ def _plain(
     return dict(stored)
 
 
-def _converted(
+def _convert(
     model: nn.Module, stored: Mapping[str, StoredTensor], findings: list[Diagnostic]
 ) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint under the model's names, after transformers' conversions.
@@ -190,7 +190,7 @@ def _converted(
     for name, recipe in recipes(model, stored, every).items():
         if name in others:
             continue
-        whole = made(recipe, stored)
+        whole = assemble_tensor(recipe, stored)
         if isinstance(whole, ConvertedTensor):
             out[name] = whole
         else:
@@ -198,7 +198,7 @@ def _converted(
     return out
 
 
-def checked(
+def match_or_report(
     model: nn.Module,
     stored: Mapping[str, StoredTensor],
     folder: Path,
@@ -335,13 +335,13 @@ def _places(file: BinaryIO, path: Path, size: int, compare: Compared) -> Iterato
 _log = logging.getLogger("planc")
 
 
-def _inside(name: str, modules: Iterable[str]) -> bool:
+def _is_inside(name: str, modules: Iterable[str]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def _without(modules: Iterable[str], names: Iterable[str]) -> list[str]:
     every = list(names)
-    return [module for module in modules if not any(_inside(n, (module,)) for n in every)]
+    return [module for module in modules if not any(_is_inside(n, (module,)) for n in every)]
 
 
 class _Made(StoredTensor):
@@ -355,7 +355,7 @@ class _Made(StoredTensor):
         target.copy_(select_ranges(self.value, ranges))
 
 
-def initialized(
+def initialize(
     model: nn.Module, names: Sequence[str], seed: int, findings: list[Diagnostic]
 ) -> dict[str, StoredTensor]:
     """Values for new parameters, as the model's own code draws them: its `_init_weights`, or the
@@ -369,7 +369,7 @@ def initialized(
         wanted = {name: own[name] for name in names if name in own}
         if not wanted:
             continue
-        whole = _whole(module)
+        whole = _full_module(module)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed((seed + crc32(path.encode())) % 2**63)
             by = _initialize(model, whole)
@@ -391,7 +391,7 @@ def report(names: Iterable[str]) -> None:
         _log.warning("new parameters, as the model initializes them: %s", listed_names(every))
 
 
-def _whole(module: nn.Module) -> nn.Module:
+def _full_module(module: nn.Module) -> nn.Module:
     """A module with whole parameters on the CPU, without values."""
     kind = next(k for k in type(module).__mro__ if not issubclass(k, FSDPModule))
     made: nn.Module = object.__new__(kind)

@@ -166,7 +166,7 @@ def load_flat_state(model: nn.Module, optimizer: Optimizer, loaded: Mapping[str,
         if key.startswith(GROUPS):
             values.setdefault(name, {})[last] = value
         else:
-            placed = assembled(value, names[name]) if isinstance(value, Tensor) else value
+            placed = assemble(value, names[name]) if isinstance(value, Tensor) else value
             state.setdefault(numbers[id(names[name])], {})[last] = placed
     by_id = {id(p): name for name, p in names.items()}
     groups = []
@@ -196,7 +196,7 @@ def empty_shard(like: Tensor, dtype: torch.dtype, order: Order | None = None) ->
     return torch.empty_like(like, dtype=dtype)
 
 
-def assembled(value: Tensor, like: Tensor) -> Tensor:
+def assemble(value: Tensor, like: Tensor) -> Tensor:
     """The result of `empty_shard`; blocks become a DTensor with the placements of `like`."""
     if not isinstance(like, DTensor) or not isinstance(value, Pieces):
         return value

@@ -56,7 +56,7 @@ def stored_shapes(tensors: dict[str, Tensor], pairs: Iterable[Pair]) -> None:
             tensors |= zip(pair.names, (t.contiguous() for t in both), strict=True)
 
 
-def swapped(
+def has_swapped_factors(
     pair: Pair,
     tensors: Mapping[str, Tensor],
     found: tuple[StoredTensor, StoredTensor],

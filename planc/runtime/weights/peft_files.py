@@ -56,7 +56,7 @@ def save(model: nn.Module, lowered: Lowered, folder: Path) -> None:
     tensors, order = dict(shards.named_tensors(model)), shards.rank_orders(model)
     own: dict[str, Tensor] = {}
     scalars = shards.scalars_of(model)
-    for name in _trained(model):
+    for name in _trained_tensors(model):
         value = shards.whole_of(tensors[name], order.get(name), scalar=name in scalars)
         if distributed.get_rank() == 0 or stages_of(model):
             own[name] = value.to("cpu", copy=True).contiguous()
@@ -85,7 +85,7 @@ def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
     reshard(model)
     tensors, order = dict(shards.named_tensors(model)), shards.rank_orders(model)
     pairs = peft_experts.pairs_of(lowered.every(Adapt))
-    wanted = {stored: name for name, stored in _names(_trained(model), pairs).items()}
+    wanted = {stored: name for name, stored in _names(_trained_tensors(model), pairs).items()}
     if any(tensors[name].is_meta for name in wanted.values()):
         text = "the model is on the meta device, and has no memory for adapters"
         findings.append(problem("PL189", text, help="call `run.load` first"))
@@ -133,7 +133,7 @@ def _both_kinds(lowered: Lowered) -> list[Diagnostic]:
     return [] if alike else [problem("PL189", text, help=how_to)]
 
 
-def _trained(model: nn.Module) -> list[str]:
+def _trained_tensors(model: nn.Module) -> list[str]:
     """The tensors in an adapter file: the adapters, and other trainable modules whole."""
     tensors, modules = dict(shards.named_tensors(model)), set(_other_trained(model))
     return [n for n in tensors if shards.is_adapter(n) or _owner(n) in modules]
@@ -192,7 +192,7 @@ def _experts(
     for pair in (p for p in pairs if p.names[0] in tensors):
         a, b = (entries[stored] for stored in _names(pair.names, [pair]).values())
         turned = getattr(layers[pair.module], "is_transposed", False)
-        swap = peft_experts.swapped(pair, tensors, (a, b), turned, version_of(config))
+        swap = peft_experts.has_swapped_factors(pair, tensors, (a, b), turned, version_of(config))
         if swap is None:
             shapes = [list(tensors[name].shape) for name in pair.names]
             wrong.append(
@@ -285,21 +285,25 @@ def _read(
         findings.append(problem("PL496", text))
     for op in lowered.every(Adapt):
         for name in op.names():
-            alpha, rank = (_of(config, n, [name, *op.parameters]) for n in ("alpha", "rank"))
+            alpha, rank = (
+                _pattern_value(config, n, [name, *op.parameters]) for n in ("alpha", "rank")
+            )
             scaled = replace(op, alpha=alpha or 1, rank=int(rank) or 1)
             scaled = replace(scaled, rslora=bool(config.get("use_rslora")))
             if not isclose(scaled.scale, op.scale):
-                text = f"the adapter of {name} has {_scaled(scaled)}, the plan's {_scaled(op)}"
+                text = (
+                    f"the adapter of {name} has {_scale_text(scaled)}, the plan's {_scale_text(op)}"
+                )
                 findings.append(problem("PL496", f"{folder}: {text}"))
                 break
     return config, entries
 
 
-def _scaled(op: Adapt) -> str:
+def _scale_text(op: Adapt) -> str:
     return f"alpha {op.alpha:g} over {'the root of ' * op.rslora}rank {op.rank}"
 
 
-def _of(config: dict[str, Any], field: str, names: list[str]) -> float:
+def _pattern_value(config: dict[str, Any], field: str, names: list[str]) -> float:
     """A layer's rank or alpha: a matching pattern takes precedence over the default, as in peft.
 
     Args:

@@ -30,7 +30,7 @@ from planc.runtime.standalone.shards import four_bit_layers, named_tensors
 from planc.runtime.weights import extras, left_out, loading, optimizers
 from planc.runtime.weights.extras import Extra
 from planc.runtime.weights.loading import Compared, Excused, different_files
-from planc.runtime.weights.saving import METADATA, attempt, saved
+from planc.runtime.weights.saving import METADATA, attempt, last_checkpoint
 
 _OPTIMIZER, _STEP = "optimizer.", "step"
 _log = logging.getLogger("planc")
@@ -68,7 +68,7 @@ def load(
         help = "leave it to the plan, or remove the setting from the plan"
         problems.append(problem("PL475", text, help=help))
     loading.raise_on_all_ranks(problems)
-    folder = saved(folder)
+    folder = last_checkpoint(folder)
     kind = [(folder / METADATA).is_file()]
     if distributed.get_world_size() > 1:  # only rank 0 may see the folder
         distributed.broadcast_object_list(kind, src=0)
@@ -134,7 +134,7 @@ def _load_checkpoint(
         stored = tensors_in_checkpoint(folder, metadata, dict(named_tensors(model)))
         stored = {name: tensor for name, tensor in stored.items() if name not in others}
         without = {*four_bit_layers(model), *left_out.names_in(metadata)}
-        found = loading.checked(model, stored, folder, findings, without=without)
+        found = loading.match_or_report(model, stored, folder, findings, without=without)
         findings += _four_bits(model, found, folder)
     every: dict[str, Optimizer] = extras.optimizers_in(model, extra)
     if optimizer is not None:
@@ -145,7 +145,7 @@ def _load_checkpoint(
     rest = extras.others_in(model, extra)
     states, missing = extras.read_states(rest, folder, metadata, *data)
     loading.raise_on_all_ranks([*findings, *missing])
-    flat = _carried(model, folder, every, flat)
+    flat = _states_to_load(model, folder, every, flat)
     loading.allocate(model, left_out.differences(model, folder, metadata), device)
     filled, missing = extras.empty(model, rest, states, metadata)
     loading.raise_on_all_ranks(missing)
@@ -174,7 +174,7 @@ def _values(folder: Path, start: str, keys: list[str]) -> dict[str, Any]:
     return {key: target[start + key] for key in keys}
 
 
-def _carried(
+def _states_to_load(
     model: nn.Module,
     folder: Path,
     every: Mapping[str, Optimizer],

@@ -54,7 +54,7 @@ def save(
 
     Other arguments, and errors, are those of `Run.save`; with `background` a copy is written there.
     """
-    new, old = _beside(folder)
+    new, old = _temporary_folders(folder)
     more, findings = extras.states(model, extras.others_in(model, extra), data_rank)
     raise_on_all_ranks(findings or _on_rank0(lambda: _clear(folder, new)))
     reshard(model)
@@ -83,13 +83,13 @@ def save(
         write()
 
 
-def saved(folder: Path) -> Path:
+def last_checkpoint(folder: Path) -> Path:
     """The last complete checkpoint of a folder, also after a crash during a rename."""
-    _, old = _beside(folder)
+    _, old = _temporary_folders(folder)
     return old if not folder.exists() and (old / METADATA).is_file() else folder
 
 
-def _beside(folder: Path) -> tuple[Path, Path]:
+def _temporary_folders(folder: Path) -> tuple[Path, Path]:
     """The folder in which a checkpoint is written, and that of the previous one during the
     renames.
     """
@@ -205,14 +205,16 @@ def _one_by_one(model: nn.Module, added: Mapping[str, Callable[[], Tensor]]) -> 
     tensors, own = dict(shards.named_tensors(model)), shards.rank_orders(model)
     scalars = shards.scalars_of(model)
 
-    def whole(name: str) -> Tensor | None:
+    def read_full(name: str) -> Tensor | None:
         value = shards.whole_of(tensors[name], own.get(name), scalar=name in scalars)
         if name in added:
             value = value + added[name]()
         return value.to("cpu").contiguous() if distributed.get_rank() == 0 else None
 
     tied = [names for names in shards.tied_names(model) if not shards.is_adapter(names[0])]
-    return {name: tensors[name] for name in (_kept(model, names) for names in tied)}, whole
+    return {
+        name: tensors[name] for name in (_written_name(model, names) for names in tied)
+    }, read_full
 
 
 def _of_all_stages(model: nn.Module, added: Mapping[str, Callable[[], Tensor]]) -> Source:
@@ -280,7 +282,7 @@ def _replace_weights(folder: Path, new: Path) -> None:
     new.rmdir()
 
 
-def _kept(model: nn.Module, names: tuple[str, ...]) -> str:
+def _written_name(model: nn.Module, names: tuple[str, ...]) -> str:
     """The name under which a tied tensor is written: the one to which the model ties the others."""
     tied = tuple(getattr(model, "_tied_weights_keys", None) or ())
     return next((n for n in names if n not in tied), names[0])
@@ -328,13 +330,13 @@ def _describe(
     values["architectures"] = [lowered.model]
     if len(dtypes) == 1:
         values["dtype"] = dtypes.pop()
-    tied = _tied(model, names)
+    tied = _lacks_tied(model, names)
     if tied is not None and tied != bool(getattr(config, "tie_word_embeddings", False)):
         values["tie_word_embeddings"] = tied
     _text(folder / "config.json", values)
 
 
-def _tied(model: nn.Module, names: Collection[str]) -> bool | None:
+def _lacks_tied(model: nn.Module, names: Collection[str]) -> bool | None:
     """Whether the written tensors lack those that the class of the model ties to others, whatever
     its configuration states; None if the class ties none, or if they lack only some.
     """

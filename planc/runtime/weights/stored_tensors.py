@@ -59,7 +59,7 @@ def _read(opened: Any, piece: Piece, of_piece: Sequence[slice]) -> Tensor:
     return values
 
 
-def made(recipe: Recipe, entries: Mapping[str, StoredTensor]) -> ConvertedTensor | str:
+def assemble_tensor(recipe: Recipe, entries: Mapping[str, StoredTensor]) -> ConvertedTensor | str:
     """The tensor that a recipe assembles, or the reason why it cannot."""
     assembled = assemble(recipe, {n: entries[n].shape for part in recipe.parts for n in part})
     if isinstance(assembled, str):

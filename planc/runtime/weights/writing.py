@@ -125,13 +125,13 @@ class HeldState:
         self.meshes: list[DeviceMesh] = []
         self.irregular = False
         rest = ((key, value) for key, value in self.flat.items() if key not in self.own)
-        self.shared = [self._stored(key, paths[key], value) for key, value in rest]
+        self.shared = [self._entry(key, paths[key], value) for key, value in rest]
         every = (mesh.get_coordinate() for mesh in self.meshes)
         coordinates = [None if at is None else tuple(at) for at in every]
         digest = hashlib.sha256(repr(self.shared).encode()).hexdigest()
         self.told: Told = (digest, coordinates, [*self.own], self.irregular)
 
-    def _stored(self, key: str, path: Any, value: Any) -> Stored:
+    def _entry(self, key: str, path: Any, value: Any) -> Stored:
         if not isinstance(value, Tensor):
             return Stored(key, path)
         like, order = (value.like, value.order) if isinstance(value, Pieces) else (value, None)
@@ -174,7 +174,7 @@ def write(state: Mapping[str, Any], folder: Path, own: str, group: Any = None) -
 
     def finish() -> None:
         if reports is not None:
-            writer.finish(*described(classes, reports))
+            writer.finish(*describe_files(classes, reports))
 
     on_every_rank(finish, group)
 
@@ -212,10 +212,10 @@ def classes_of(held: HeldState, told: Sequence[Told], group: Any) -> list[Class]
     if len(members) > 1:
         first = mine[0] == distributed.get_rank(group)
         stored = of_all_ranks(held.shared if first else None, group)
-    return [*joined(members.values(), stored, told)]
+    return [*join_classes(members.values(), stored, told)]
 
 
-def joined(
+def join_classes(
     members: Iterable[Sequence[int]], stored: Sequence[Any], told: Sequence[Told]
 ) -> Iterator[Class]:
     """Classes of ranks; what several classes hold is of the first one."""
@@ -298,10 +298,10 @@ def write_file(
     writer.set_up_storage_writer(rank == 0)
     plan = SavePlan([*objects, *tensors], storage_data=_StoragePrefix(f"__{rank}_"))
     plan = planner.finish_plan(writer.prepare_local_plan(plan))
-    return reported(writer.write_data(plan, planner).value(), plan, own)
+    return rank_report(writer.write_data(plan, planner).value(), plan, own)
 
 
-def reported(results: Iterable[WriteResult], plan: SavePlan, own: Mapping[str, Any]) -> RankFile:
+def rank_report(results: Iterable[WriteResult], plan: SavePlan, own: Mapping[str, Any]) -> RankFile:
     every = {result.index: result.storage_data for result in results}
     objects, lengths = dict[str, tuple[int, int]](), dict[Any, int]()
     start = end = 0
@@ -322,7 +322,7 @@ def reported(results: Iterable[WriteResult], plan: SavePlan, own: Mapping[str, A
 
 
 @without_collection()
-def described(
+def describe_files(
     classes: Sequence[Class], reports: Sequence[RankFile]
 ) -> tuple[Metadata, list[list[WriteResult]]]:
     """torch's metadata of all files, and where each record is.
