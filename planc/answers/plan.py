@@ -17,7 +17,7 @@ from planc.model import cache
 from planc.model.facts import Facts
 from planc.model.load import load
 from planc.ops.lowered import Lowered
-from planc.simulate.time_limit import SECONDS, limited
+from planc.simulate.time_limit import SECONDS, limit_simulations
 from planc.syntax import ast
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def judge(
         from planc.proof.in_subprocess import record
         from planc.proof.layout_flow import flow
 
-        with limited(limit):
+        with limit_simulations(limit):
             verdict = flow(compiled, sink, strict=strict, allow_code=code, draft=draft_plan)
         record(compiled, verdict, sink)
     if level != "order" or compiled.lowered is None:

@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
         return _pack(file)
     if options.action == "unpack":
         _unpack(file, sink)
-    elif found := pack.gathered() if options.file is None else pack.read(options.file, sink):
+    elif found := pack.collect_pack() if options.file is None else pack.read(options.file, sink):
         print(f"{options.file or cache.home()}: {found}")
     output.show(sink, "full", sys.stderr, quiet=True)
     return output.exit_code(sink)
@@ -40,7 +40,7 @@ def _pack(file: str) -> int:
     if cache.missing():
         message = f"what is packed must be known at first hand: {cache.not_installed()}"
         return output.refused("PL760", message, cache.INSTALL)
-    made = pack.gathered()
+    made = pack.collect_pack()
     if not made.document["entries"]:
         message = f"nothing in {cache_folder()} was found with the installed versions"
         help = "run `planc check`, whose facts and verdicts are packed"

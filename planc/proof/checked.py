@@ -47,7 +47,7 @@ def known_certificate(compiled: Compiled, sink: Sink) -> Certificate | None:
         return None
     if not certificate.keepable(compiled.facts, compiled.lowered):
         return None
-    found = certificate.known(compiled.digest, certificate.identity(compiled.facts))
+    found = certificate.stored_certificate(compiled.digest, certificate.identity(compiled.facts))
     if found and found["verdict"] == "refuted":
         places = (found.get("first") or {}).get("places", ())
         help = "`planc verify` found this; run it again"

@@ -21,7 +21,7 @@ _MOST = 8
 """The most findings of one kind."""
 
 
-def refuted(
+def refutation_findings(
     outcome: Outcome, small: Plan, ties: Iterable[TiedStyles], sink: Sink
 ) -> tuple[Diagnostic, ...]:
     """The findings of what differs: outputs (PL501), crashes (PL503), gradients (PL502), sizes

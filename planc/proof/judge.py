@@ -52,7 +52,7 @@ def judge(
     return outcome
 
 
-def blamed(
+def attribute_to_context(
     outcome: Outcome, compiled: Compiled, sizes: Mapping[str, int], parts: Collection[str]
 ) -> Outcome:
     """Attributes a refuted outcome of the small mesh to the context section, if that is at fault.

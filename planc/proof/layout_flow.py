@@ -24,8 +24,13 @@ from planc.model.randomness import random_numbers_kept
 from planc.ops.base import AxisRole
 from planc.ops.lowered import Lowered
 from planc.proof.called_modules import called_modules, report_leaks
-from planc.proof.flow_findings import refuted, report_limits, report_uncalled, report_unstated
-from planc.proof.judge import blamed, judge
+from planc.proof.flow_findings import (
+    refutation_findings,
+    report_limits,
+    report_uncalled,
+    report_unstated,
+)
+from planc.proof.judge import attribute_to_context, judge
 from planc.proof.layer_verdicts import NOT_SPLIT, LayerVerdict, layer_verdicts
 from planc.proof.random_draws import drawing_case, report_draws
 from planc.proof.real_size import report_real_size
@@ -268,7 +273,7 @@ def _judge_all(
             return Outcome(verdict="unknown", reason=small.reason), small
         outcome = judge(small, quick=first is not None)
         if outcome.verdict == "refuted":
-            outcome = blamed(outcome, compiled, sizes, parts)
+            outcome = attribute_to_context(outcome, compiled, sizes, parts)
         if first is None or outcome.verdict != "proved":
             first = outcome, small
         if outcome.verdict != "proved":
@@ -343,7 +348,7 @@ def _report(
         return False  # the cause of whatever else was found
     if outcome.verdict == "refuted":
         ties = split_apart(*real.applied) if real.applied else ()
-        found = refuted(outcome, small, tuple(ties), sink)
+        found = refutation_findings(outcome, small, tuple(ties), sink)
         changes = remedy(real, case, outcome, draft) if draft else ()
         if changes:  # what is presumed is wrong, or has the same cause: with these all is proved
             sink.overrule(PRESUMED)

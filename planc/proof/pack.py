@@ -57,7 +57,7 @@ class Pack:
         )
 
 
-def gathered() -> Pack:
+def collect_pack() -> Pack:
     """The cache entries for the installed versions; without torch, those of the unpacked pack."""
     of, sources = cache.environment(), source_digest()
     wanted = {name: of[name] for name in ("python", "torch", "transformers")}

@@ -280,10 +280,10 @@ def _small_blocks(plan: Plan, facts: Facts) -> Plan:
 
 
 def _with_blocks(plan: Plan, block: int) -> Plan:
-    def sized(op: Optimize) -> Optimize:
+    def resize_block(op: Optimize) -> Optimize:
         return op if op.block is None else replace(op, block=block)
 
-    return replace(plan, optimizer=tuple(replace(r, op=sized(r.op)) for r in plan.optimizer))
+    return replace(plan, optimizer=tuple(replace(r, op=resize_block(r.op)) for r in plan.optimizer))
 
 
 _BLOCK = 8

@@ -18,7 +18,7 @@ LONGEST = 16
 are left out at once."""
 
 
-def nested(config: Fields) -> list[tuple[str, Fields]]:
+def nested_configs(config: Fields) -> list[tuple[str, Fields]]:
     """The configurations in one, by name; that of a tower comes after that of the decoder, which
     says how many features the tower gives.
     """

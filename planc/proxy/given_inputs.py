@@ -43,10 +43,10 @@ class GivenInputs:
     def rows(self, shape: BatchShape) -> Inputs:
         """The inputs with one entry for each row, which data ranks divide."""
         made = self.make(shape.rows, shape.seed)
-        return {name: value for name, value in made.items() if name not in self.others}
+        return {name: value for name, value in made.items() if name not in self.constant_inputs}
 
     @cached_property
-    def others(self) -> Inputs:
+    def constant_inputs(self) -> Inputs:
         """All other inputs, which are the same in every pass."""
         two, three = self.make(2, 0), self.make(3, 0)
         return {n: v for n, v in two.items() if not (_in_rows(v, 2) and _in_rows(three.get(n), 3))}

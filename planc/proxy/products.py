@@ -136,7 +136,7 @@ def _of_heads(tensor: int, flow: DataFlow) -> bool:
     waiting, seen, added = [tensor], set[int](), False
     while waiting:
         seen.add(at := waiting.pop())
-        if viewed(at, flow):
+        if view_dims(at, flow):
             return True
         shape = flow.shapes[at]
         for one in flow.users.get(at, ()):
@@ -162,11 +162,11 @@ def _after(tensor: int, flow: DataFlow, through: frozenset[str]) -> Iterator[Ope
             waiting += new
 
 
-def settled(tensor: int, flow: DataFlow) -> int:
+def skip_elementwise(tensor: int, flow: DataFlow) -> int:
     """The tensor after what changes no shape, such as a bias or a norm."""
     made = [t for one in flow.users.get(tensor, ()) for t in one.outputs]
     if len(made) == 1 and made[0] != tensor and flow.shapes[made[0]] == flow.shapes[tensor]:
-        return settled(made[0], flow)
+        return skip_elementwise(made[0], flow)
     return tensor
 
 
@@ -175,7 +175,7 @@ def cut_into(tensor: int, flow: DataFlow) -> tuple[int, ...]:
     three of each head's. None where it does not: two of a head are what turns with its position and
     what does not, of one projection.
     """
-    tensor = settled(tensor, flow)
+    tensor = skip_elementwise(tensor, flow)
     if made := ranges(tensor, flow):
         return made
     lead = len(flow.shapes[tensor]) - 1
@@ -216,11 +216,11 @@ def viewed_parts(tensor: int, flow: DataFlow) -> int:
     """The number of equal parts, such as keys and values, as which the code views features; 1 for
     no such view.
     """
-    dims = viewed(settled(tensor, flow), flow)
+    dims = view_dims(skip_elementwise(tensor, flow), flow)
     return dims[0] if len(dims) > 2 and dims[0] in _FEW else 1
 
 
-def viewed(tensor: int, flow: DataFlow) -> tuple[int, ...]:
+def view_dims(tensor: int, flow: DataFlow) -> tuple[int, ...]:
     """The dims that the features of a tensor are viewed as; empty for no such view."""
     shape = flow.shapes[tensor]
     for one in flow.users.get(tensor, ()):

@@ -16,7 +16,7 @@ from planc.model import config_fields as fields
 from planc.model.config import buildable, is_diffusers
 from planc.model.facts import Facts
 from planc.model.layer_kinds import block_kinds
-from planc.proxy.depth import Depth, nested, number
+from planc.proxy.depth import Depth, nested_configs, number
 from planc.proxy.multimodal import shrink_multimodal
 
 Fields = Mapping[str, Any]
@@ -74,7 +74,7 @@ def shallow_values(facts: Facts, variants: Mapping[int, list[str]]) -> Shrunk | 
 
     def shallow(config: Fields) -> dict[str, Any]:
         small = {n: v for n, v in config.items() if n not in ("dtype", "torch_dtype")}
-        for name, value in nested(config):
+        for name, value in nested_configs(config):
             small[name] = shallow(value)
         depth.shrink(config, small, shallow)
         _without_last_stages(config, small)
@@ -141,7 +141,7 @@ class _Shrinker:
     def config(self, config: Fields) -> dict[str, Any]:
         """Shrinks one level; nested configurations (`text_config`) are shrunk separately."""
         small = {n: v for n, v in config.items() if n not in ("dtype", "torch_dtype")}
-        for name, value in nested(config):
+        for name, value in nested_configs(config):
             small[name] = self.config(value)
         _sizes_of_sibling(config, small)
         self.depth.shrink(config, small, self.config)

@@ -43,7 +43,7 @@ def copies_of(module: nn.Module) -> Callable[[], nn.Module]:
         )
 
     def make() -> nn.Module:
-        made = copied(module, {})
+        made = copy_module(module, {})
         if torch.get_default_device().type == "meta":  # to be looked at, and not to be run
             return made
         known: dict[int, Any] = {}
@@ -60,7 +60,7 @@ def copies_of(module: nn.Module) -> Callable[[], nn.Module]:
     return make
 
 
-def copied(module: nn.Module, known: dict[int, Any]) -> nn.Module:
+def copy_module(module: nn.Module, known: dict[int, Any]) -> nn.Module:
     """A copy of a module: its own functions, such as a replaced forward, call modules of the copy.
 
     Args:
@@ -82,7 +82,7 @@ def without_devices(module: nn.Module) -> nn.Module:
     known: dict[int, Any] = {id(b): b.detach().cpu() for b in module.buffers()}
     for p in module.parameters():
         known[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
-    return copied(module, known)
+    return copy_module(module, known)
 
 
 def _rebound(value: Any, known: dict[int, Any]) -> Any:
@@ -214,15 +214,15 @@ class UserModelBuilder:
         seed_cpu(seed)
         made = self._make()
         spread_weights(made, seed + 1)
-        return self._prepared(made).float().train()
+        return self._prepare(made).float().train()
 
     def build_on_meta(self) -> nn.Module:
         """The model without memory, otherwise as `build` gives it."""
         with torch.device("meta"):
             made = self._make()
-        return self._prepared(made.to("meta")).train()
+        return self._prepare(made.to("meta")).train()
 
-    def _prepared(self, made: nn.Module) -> nn.Module:
+    def _prepare(self, made: nn.Module) -> nn.Module:
         """The model with its inputs and its loss under planc's names, in place, without dropout."""
         for module in () if self._dropout else made.modules():
             if isinstance(module, nn.Dropout):
@@ -251,7 +251,7 @@ class UserModelBuilder:
         assert self._given is not None
         found = next((v for v in kwargs.values() if isinstance(v, torch.Tensor)), None)
         place = found.device if found is not None else "cpu"
-        others = self._given.others.items()
+        others = self._given.constant_inputs.items()
         fixed = {n: v.to(place) if isinstance(v, torch.Tensor) else v for n, v in others}
         return args, {**fixed, **{n: v for n, v in kwargs.items() if n != "use_cache"}}
 

@@ -73,7 +73,7 @@ class Batches:
     ranks: int
     gradients_alone: bool = False
 
-    def to(self, device: str) -> Batches:
+    def to_device(self, device: str) -> Batches:
         """Copies the batches to a device."""
         steps = (
             tuple(
@@ -128,20 +128,20 @@ def batches(
     config = getattr(model, "config", None)
     tokens = placeholders(config) if ranks == 1 or lowered.has(ShareTower) else {}
 
-    def labeled(number: int, length: int = length) -> Inputs:
+    def batch_with_labels(number: int, length: int = length) -> Inputs:
         made = plain(number, length)
         if tokens and _runs(model, uneven := plain(number, length, IMAGES)):
             made = uneven
         return made if counted else _late(made)
 
-    padded = replace(_pad(model, labeled(0), ranks, uneven=counted), tokens=tokens)
+    padded = replace(_pad(model, batch_with_labels(0), ranks, uneven=counted), tokens=tokens)
     if quick:
         return Batches(steps=((padded,),), counted=counted, ranks=ranks, gradients_alone=True)
     document = math.lcm(*(_document_part(op, lowered) for op in lowered.ops))
-    last = labeled(2)
+    last = batch_with_labels(2)
     if uneven and (other := _uneven_length(lowered, length)) and _text(last):
-        last = shorter if _runs(model, shorter := labeled(2, other)) else last
-    packed = replace(_pack(model, labeled(1), document), tokens=tokens)
+        last = shorter if _runs(model, shorter := batch_with_labels(2, other)) else last
+    packed = replace(_pack(model, batch_with_labels(1), document), tokens=tokens)
     # after a step, more numbers fall to the other side of a border
     steps = ((padded, packed), *(() if alone else ((TrialPass(inputs=last, tokens=tokens),),)))
     return Batches(steps=steps, counted=counted, ranks=ranks, gradients_alone=alone)

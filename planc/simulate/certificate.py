@@ -98,17 +98,18 @@ def structure(root: Module) -> str:
     """
     known: dict[int, str] = {}
 
-    def of(module: Module) -> str:
+    def hash_module(module: Module) -> str:
         if id(module) not in known:
             shapes = [(p.name, p.shape) for p in module.parameters]
             inner = [
-                (c.name, c.indices and hex(c.indices.bits), of(c.module)) for c in module.children
+                (c.name, c.indices and hex(c.indices.bits), hash_module(c.module))
+                for c in module.children
             ]
             text = repr((module.cls, module.kind, shapes, module.facts, inner))
             known[id(module)] = hashlib.sha256(text.encode()).hexdigest()
         return known[id(module)]
 
-    return of(root)
+    return hash_module(root)
 
 
 _OF_THE_COPY = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
@@ -126,7 +127,7 @@ def keep(certificate: Certificate, key: str) -> None:
     cache.write_file(f"verify-{key}.json", dumps(certificate))  # verify, which does, needs torch
 
 
-def known(lowered: str, config: Mapping[str, Any]) -> Certificate | None:
+def stored_certificate(lowered: str, config: Mapping[str, Any]) -> Certificate | None:
     """The certificate of this lowered plan for this model with the installed versions, or None."""
     found = read(cache.home() / f"verify-{key_of(lowered, config)}.json")
     return found if found and found["lowered"] == lowered else None

@@ -43,7 +43,7 @@ class UsedParameters:
     looked: bool = False
 
     @contextmanager
-    def of(self, model: nn.Module, step: int, number: int, rank: int) -> Iterator[None]:
+    def record(self, model: nn.Module, step: int, number: int, rank: int) -> Iterator[None]:
         """Notes what one backward pass gives a gradient."""
         used = set[str]()
         with ExitStack() as hooks:
@@ -67,7 +67,7 @@ class UsedParameters:
         rows = len(next(iter(one.inputs.values())))
         for row in range(rows):
             try:
-                with self.of(model, -1, row, 0):
+                with self.record(model, -1, row, 0):
                     forward(one.of_rank(row, rows)).backward()
             except Exception as error:
                 if not refuses_inputs(error):
@@ -131,7 +131,7 @@ def _are_mixed(
 def _outputs(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
     """The output of each module, in the order of ending."""
     trace = Trace()
-    with torch.no_grad(), trace.of(named_modules(model)):
+    with torch.no_grad(), trace.watch(named_modules(model)):
         model(**inputs)
     calls = ((name, trace.calls[name].output) for name in trace.finished)
     return {name: seen.tensor for name, seen in calls if seen is not None}

@@ -48,7 +48,7 @@ class Runs:
         return separate_limit(self.lowered) or LIMIT
 
     @property
-    def divided(self) -> list[DivideImages]:
+    def image_operations(self) -> list[DivideImages]:
         """The operations by which ranks have images of their own."""
         return self.lowered.every(DivideImages)
 
@@ -68,9 +68,13 @@ class Runs:
         """The trace of the single process, without towers that each rank runs on images of its
         own.
         """
-        if not self.divided:
+        if not self.image_operations:
             return right
-        calls = {n: c for n, c in right.calls.items() if not any(op.runs(n) for op in self.divided)}
+        calls = {
+            n: c
+            for n, c in right.calls.items()
+            if not any(op.runs(n) for op in self.image_operations)
+        }
         return Trace(calls=calls, finished=[n for n in right.finished if n in calls])
 
 
@@ -83,7 +87,7 @@ class View:
     mine: list[Trace]
 
     @property
-    def finished(self) -> list[str]:
+    def finished_modules(self) -> list[str]:
         """The modules that have ended on every rank, in order."""
         every = [set(trace.finished) for trace in self.mine]
         return [n for n in self.mine[0].finished if all(n in some for some in every)]
@@ -139,7 +143,7 @@ def _loss_alone(runs: Runs, limit: float) -> bool:
     for result in runs.results:
         right = runs.reference.passes[result.data_rank]
         losses += map(relative, result.losses[:1], right.losses[:1])
-        logits += map(relative, result.logits[:1], result.of(right.logits)[:1])
+        logits += map(relative, result.logits[:1], result.local_logits(right.logits)[:1])
     return len(logits) > 1 and max(logits) <= limit < max(losses)
 
 
@@ -233,7 +237,7 @@ def first_wrong_output(runs: Runs, limit: float = LIMIT) -> Discrepancy | None:
 
 def _wrong_in(view: View, limit: float) -> Discrepancy | None:
     last = None
-    for name in view.finished:
+    for name in view.finished_modules:
         both = view.outputs(name)
         if both is None:
             continue
@@ -273,7 +277,9 @@ def _modules(runs: Runs, gradients: list[Discrepancy]) -> tuple[tuple[str, float
     calls = runs.reference.passes[0].traces[0].calls
     # in a pipeline the loss and the gradients are compared, and they depend on every output
     found: dict[str, float | None] = dict.fromkeys(calls, 0.0 if runs.lowered.pipeline else None)
-    found |= {n: 0.0 for n in calls if any(op.runs(n) for op in runs.divided)}  # by the features
+    found |= {
+        n: 0.0 for n in calls if any(op.runs(n) for op in runs.image_operations)
+    }  # by the features
     lost: set[str] = set()
     for view in runs.views():
         for name, right in view.right.calls.items():
@@ -386,6 +392,6 @@ def _next_module(runs: Runs) -> str:
     views = list(runs.views())
     if not views:
         return ""
-    finished = views[-1].finished
+    finished = views[-1].finished_modules
     after = (name for name in views[-1].right.finished if name not in finished)
     return next(after, finished[-1] if finished else "")

@@ -77,7 +77,7 @@ def _places(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 @contextmanager
-def alone(run: Run, form: Sequence[Any] | None, *, values: bool = False) -> Iterator[None]:
+def isolate_rank(run: Run, form: Sequence[Any] | None, *, values: bool = False) -> Iterator[None]:
     """Lets a rank take its steps without the others.
 
     Args:

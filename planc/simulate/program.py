@@ -88,11 +88,11 @@ class RankResult:
     states: Tensors = field(default_factory=dict)
     drawn: list[list[torch.Tensor]] = field(default_factory=list)
 
-    def of(self, logits: list[torch.Tensor]) -> list[torch.Tensor]:
+    def local_logits(self, logits: list[torch.Tensor]) -> list[torch.Tensor]:
         """Its parts of the logits of a single process."""
         if not (self.parts and logits):
             return logits
-        return [part.of(some) for part, some in zip(self.parts, logits, strict=True)]
+        return [part.local_part(some) for part, some in zip(self.parts, logits, strict=True)]
 
     def of_trace(self, number: int, trace: Trace) -> Trace:
         """Its part of what a pass of a single process showed."""
@@ -174,9 +174,9 @@ def train_single(
                 result.drawn.append(getattr(draws, "drawn", []))
                 with draws:
                     loss = _forward(model, inputs, result if number == 0 else None)
-                backward, noted = Trace(), used.of(model, number, at, rank)
+                backward, noted = Trace(), used.record(model, number, at, rank)
                 used.looked |= getattr(draws, "looked", False)
-                with backward.of(named_modules(model)), noted:
+                with backward.watch(named_modules(model)), noted:
                     if loss.requires_grad:  # text alone reaches nothing that trains in a tower
                         (loss * (share * batches.weight(number))).backward()
                 reference.draws = reference.draws or bool(drawn or result.drawn[-1])
@@ -445,7 +445,7 @@ def _forward(
     trace = Trace()
     if result is not None:
         result.traces.append(trace)
-    watched = trace.of(named_modules(model)) if result is not None and traced else None
+    watched = trace.watch(named_modules(model)) if result is not None and traced else None
     with watched or contextlib.nullcontext():
         output = model(**inputs)
     loss = getattr(output, "loss", None)

@@ -45,13 +45,13 @@ def prove(
     """The errors of this process, which is one rank of a process group, for one seed of weights and
     data; the arguments are those of `trained`.
     """
-    result, reference, data = trained(builder, lowered, digest, seed, report, device=device)
+    result, reference, data = train(builder, lowered, digest, seed, report, device=device)
     if precision:
         return compare_rounded(result, reference, lowered, _operations(builder, data, seed))
     return compare(result, reference)
 
 
-def trained(
+def train(
     builder: ModelBuilder,
     lowered: Lowered,
     digest: str,
@@ -72,11 +72,11 @@ def trained(
     """
     report("single")
 
-    def built() -> nn.Module:
+    def build() -> nn.Module:
         return numerics.for_trial(builder.build(seed).to(device), lowered)
 
-    data = batches(builder, lowered, seed).to(device)
-    single = apply_for_reference(built(), lowered)
+    data = batches(builder, lowered, seed).to_device(device)
+    single = apply_for_reference(build(), lowered)
     reference = program.train_single(single, data, lowered)
     if reference.draws and lowered.pipeline is not None:
         raise program.SingleError(
@@ -88,7 +88,7 @@ def trained(
     if reference.uneven and lowered.fsdp_units:
         one = reference.uneven[0]
         raise RuntimeError(f"only some data ranks use `{one.name}`: {one.where} (PL512)")
-    model = built()
+    model = build()
     program.seed_rank(distributed.get_rank())
     run = apply_lowered(model, lowered, digest=digest, device_type=device, allow_code=True)
     report("parallel")
@@ -97,7 +97,7 @@ def trained(
     program.train_rank(model, run, data, result, traced=traced, draws=draws, steered=steered)
     report("compare")
     if reference.draws:
-        single = apply_for_reference(built(), lowered)
+        single = apply_for_reference(build(), lowered)
         found = of_all_ranks((result.data_rank, result.drawn))
         ranks = [program.RankResult(data_rank=rows, drawn=drawn) for rows, drawn in found]
         reference = program.train_single(single, data, lowered, ranks)
@@ -119,7 +119,9 @@ def compare(result: program.RankResult, reference: program.Reference) -> Errors:
     if len(result.logits) != len(right.logits):
         raise program.SingleError("the model gives logits on one side only")
     return Errors(
-        logits=max(map(numerics.relative, result.logits, result.of(right.logits)), default=0.0),
+        logits=max(
+            map(numerics.relative, result.logits, result.local_logits(right.logits)), default=0.0
+        ),
         loss=max(map(numerics.relative, result.losses, right.losses)),
         gradients=numerics.errors_by_name(result.gradients, reference.gradients),
         norm=_norm(list(map(numerics.relative, result.norms, reference.norms))),
@@ -182,7 +184,9 @@ def compare_rounded(
     floor = numerics.NEGLIGIBLE * max(float(gradient.norm()) for gradient in gradients.values())
     limit = numerics.tolerance(lowered, operations.count)
     return Errors(
-        logits=max(map(numerics.norm_error, result.logits, result.of(right.logits)), default=0.0),
+        logits=max(
+            map(numerics.norm_error, result.logits, result.local_logits(right.logits)), default=0.0
+        ),
         loss=max(map(numerics.norm_error, result.losses, right.losses)),
         gradients=numerics.errors_by_name(result.gradients, gradients, numerics.norm_error, floor),
         norm=numerics.norm_error(result.norms[0], reference.norms[0]),

@@ -21,7 +21,7 @@ from planc.proxy.transformers_model import TransformersBuilder
 from planc.proxy.user_model import UserModelBuilder
 from planc.runtime.collectives import named_modules
 from planc.runtime.executor import apply_lowered
-from planc.simulate.fake_ranks import alone, with_memory
+from planc.simulate.fake_ranks import isolate_rank, with_memory
 from planc.simulate.outcome import Discrepancy, Outcome
 from planc.simulate.thread_ranks import busy, run_alone, without_logs
 from planc.simulate.time_limit import time_limit
@@ -104,7 +104,7 @@ def _run(builder: Builder, lowered: Lowered, inputs: Inputs) -> tuple[Discrepanc
     def rank(_: int) -> None:
         model = builder.build_on_meta()
         run = apply_lowered(model, lowered, digest=name, device_type="cpu", allow_code=True)
-        with _fake_tensors(), alone(run, None), trace.of(named_modules(model)):
+        with _fake_tensors(), isolate_rank(run, None), trace.watch(named_modules(model)):
             with_memory(model, "cpu")
             model(**run.batch(fake_inputs(inputs))).loss.backward()
 

@@ -27,7 +27,7 @@ class RankPart:
     """Whether whole rows are cut inside of the model: modules before that have whole ones."""
     __slots__ = ()
 
-    def of(self, value: Tensor) -> Tensor:
+    def local_part(self, value: Tensor) -> Tensor:
         """The rank's part of an output."""
         raise NotImplementedError
 
@@ -59,7 +59,7 @@ class BatchPart(RankPart):
     length: int
     behind: bool = False
 
-    def of(self, value: Tensor) -> Tensor:
+    def local_part(self, value: Tensor) -> Tensor:
         """The rank's part of a tensor of the single process, `[rows, length, ...]`,
         `[1, length, ...]`, `[rows * length, ...]`, `[length]` or, of positions in several dims,
         `[dims, rows, length]`; another one has no tokens, and stays whole.
@@ -68,19 +68,19 @@ class BatchPart(RankPart):
         if value.shape == (self.length,) and (self.tokens == self.tokens[0]).all():
             return value[self.tokens[0]]
         if value.dim() == 3 and value.shape[2] == self.length and value.shape[1] in (1, rows):
-            return torch.stack([self.of(some) for some in value])
+            return torch.stack([self.local_part(some) for some in value])
         if value.dim() > 1 and value.shape[1] == self.length and len(value) in (1, rows):
             some = self.tokens[: len(value)]
             return value[torch.arange(len(some))[:, None], some]
         if value.dim() > 1 and len(value) == rows * self.length:
-            return self.of(value.unflatten(0, (rows, -1))).flatten(0, 1)
+            return self.local_part(value.unflatten(0, (rows, -1))).flatten(0, 1)
         return value
 
     def _part_of(self, right: Seen, mine: Seen | None) -> Seen:
         """The rank's part of a tensor, or all of it where the rank has as much."""
         if mine is not None and mine.tensor.shape == right.tensor.shape:
             return right
-        return Seen(self.of(right.tensor))
+        return Seen(self.local_part(right.tensor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class ImagePart(RankPart):
     first: bool
     behind: bool = True
 
-    def of(self, value: Tensor) -> Tensor:
+    def local_part(self, value: Tensor) -> Tensor:
         """Outputs of the model are whole."""
         return value
 

@@ -267,14 +267,14 @@ def _match_collectives(groups: Any) -> Callable[[Any, Any], Any]:
     """
     start = groups._start_coll
 
-    def checked(collective: Any, group: Any) -> Any:
+    def check_start(collective: Any, group: Any) -> Any:
         joined = start(collective, group)
         mine, other = type(collective).__name__, type(joined._collective).__name__
         if mine != other:
             raise RuntimeError(f"ranks call different collectives: {mine} here, {other} elsewhere")
         return joined
 
-    return checked
+    return check_start
 
 
 def _join(

@@ -16,7 +16,7 @@ def time_limit() -> float:
 
 
 @contextmanager
-def limited(seconds: float) -> Iterator[None]:
+def limit_simulations(seconds: float) -> Iterator[None]:
     """Sets the limit of the simulations that begin inside."""
     token = _seconds.set(seconds)
     try:

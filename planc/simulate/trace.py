@@ -30,7 +30,7 @@ class Seen:
     placements: tuple[Placement, ...] = ()
 
     @classmethod
-    def of(cls, value: torch.Tensor) -> Seen:
+    def from_tensor(cls, value: torch.Tensor) -> Seen:
         """Gathers a DTensor: a collective that all ranks join, since they run the same code."""
         if isinstance(value, DTensor):
             return cls(value.detach().full_tensor().cpu(), value.placements)
@@ -64,7 +64,7 @@ class Trace:
     watching: bool = False
 
     @contextmanager
-    def of(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    def watch(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         """Watches modules while they run, under these names, outside of all hooks."""
         with ExitStack() as hooks:
             for name, module in modules.items():
@@ -82,7 +82,7 @@ class Trace:
             return
         given = [*((str(i), v) for i, v in enumerate(args)), *kwargs.items()]
         call = ModuleCall(line=caller())
-        call.inputs = {k: Seen.of(v) for k, v in given if isinstance(v, torch.Tensor)}
+        call.inputs = {k: Seen.from_tensor(v) for k, v in given if isinstance(v, torch.Tensor)}
         self.calls[name] = call
 
     def _after(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
@@ -91,7 +91,7 @@ class Trace:
         call = self.calls[name]
         if call.output is None:
             value = main_tensor(output)
-            call.output = None if value is None else Seen.of(value)
+            call.output = None if value is None else Seen.from_tensor(value)
             self.finished.append(name)
 
     @property

@@ -27,7 +27,7 @@ from planc.simulate.discrepancies import Runs, first_wrong_output
 from planc.simulate.launcher import Job
 from planc.simulate.numerics import NEARLY, InFloat64, device_for
 from planc.simulate.program import RankResult, SingleError
-from planc.simulate.prove import Errors, prove, trained
+from planc.simulate.prove import Errors, prove, train
 
 _MAKERS: dict[str, ModelBuilder] = {}
 
@@ -59,7 +59,7 @@ def main(job: Job, number: int) -> int:
             store=distributed.FileStore(str(Path(job.folder) / "store"), job.ranks),
             timeout=datetime.timedelta(seconds=job.seconds),
         )
-        compared(job, found)
+        compare_with_reference(job, found)
     except BaseException as error:
         found["single"] = isinstance(error, SingleError)
         found["error"] = f"{type(error).__name__}: {error}".strip().removeprefix("SingleError: ")
@@ -85,7 +85,7 @@ def _module(error: BaseException) -> str:
     return next((plain_name(names[id(m)]) for m in reversed(called) if id(m) in names), "")
 
 
-def compared(job: Job, found: dict[str, Any]) -> None:
+def compare_with_reference(job: Job, found: dict[str, Any]) -> None:
     """Trains this rank of a process group and the single process, and adds to `found` how far their
     numbers are apart, and the phase. Where all are nearly right, they are compared once more in
     float64, which tells a fault from the rounding of a model that amplifies it.
@@ -169,7 +169,7 @@ def _locate(
     """
     if lowered.pipeline is not None:
         return None  # a stage has no outputs of its own, and its microbatches are parts of a batch
-    result, reference, data = trained(
+    result, reference, data = train(
         builder, lowered, job.digest, seed, lambda _: None, device=device, traced=True
     )
     seen = RankResult(

@@ -277,12 +277,12 @@ def test_verdicts_for_apply_are_not_packed(packed):
 
 def test_what_was_found_with_other_versions_is_not_packed(packed, monkeypatch, tmp_path):
     monkeypatch.setenv("PLANC_CACHE_DIR", str(packed / "own"))
-    assert pack.gathered().document["entries"]
+    assert pack.collect_pack().document["entries"]
     monkeypatch.setattr(pack, "source_digest", lambda: "0" * 64)
-    kinds = {e["kind"].split()[0] for e in pack.gathered().document["entries"].values()}
+    kinds = {e["kind"].split()[0] for e in pack.collect_pack().document["entries"].values()}
     assert kinds == {"dataflow", "facts"}
     monkeypatch.setattr(cache, "version", lambda name: "9.9.9")
-    assert not pack.gathered().document["entries"]
+    assert not pack.collect_pack().document["entries"]
     code, _, errors = call("cache", "pack", tmp_path / "none.json")
     assert code == 2 and "[PL761]" in errors and not (tmp_path / "none.json").exists()
 
@@ -463,7 +463,7 @@ def test_an_entry_damaged_after_unpacking_is_missing(unpacked):
 
 def test_the_same_cache_gives_the_same_pack(packed, monkeypatch):
     monkeypatch.setenv("PLANC_CACHE_DIR", str(packed / "own"))
-    written = pack.dumps(pack.gathered())
+    written = pack.dumps(pack.collect_pack())
     assert written == (packed / "planc-pack.json").read_text()
     sink = Sink()
     read = pack.read(str(packed / "planc-pack.json"), sink)

@@ -428,5 +428,5 @@ def verified(config, document, limits, fault=""):
     worker._MAKERS[job.digest] = builder_of(config, "")
     found = {"device": "cpu"}
     with silent_faults.installed(fault):
-        worker.compared(job, found)
+        worker.compare_with_reference(job, found)
     return found

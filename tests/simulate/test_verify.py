@@ -477,9 +477,9 @@ def test_a_damaged_certificate_is_no_certificate(tmp_path, monkeypatch):
     key = store.key_of("a" * 64, {"model_type": "llama"})
     store.keep(good, key)
     path = tmp_path / f"verify-{key}.json"
-    assert store.known("a" * 64, {"model_type": "llama"}) == good
+    assert store.stored_certificate("a" * 64, {"model_type": "llama"}) == good
     assert store.summary(good) == "Verified on 4 processes: logits 3e-7, gradients 9e-7"
-    assert store.known("a" * 64, {"model_type": "llama", "hidden_size": 8}) is None
+    assert store.stored_certificate("a" * 64, {"model_type": "llama", "hidden_size": 8}) is None
     for text in (
         "",
         "{",
@@ -489,7 +489,7 @@ def test_a_damaged_certificate_is_no_certificate(tmp_path, monkeypatch):
         path.read_text().replace("aa", "b"),
     ):
         path.write_text(text)
-        assert store.known("a" * 64, {"model_type": "llama"}) is None
+        assert store.stored_certificate("a" * 64, {"model_type": "llama"}) is None
 
 
 def test_the_certificate_of_other_versions_is_void(tmp_path, monkeypatch):
@@ -551,7 +551,7 @@ def test_a_plan_in_its_own_precision(capsys):
         found["limits"].keys() == found["errors"].keys() == {"logits", "loss", "gradients", "norm"}
     )
     assert 1e-3 < found["errors"]["gradients"] < found["limits"]["gradients"] < 0.25
-    assert store.known(found["lowered"], {}) is None
+    assert store.stored_certificate(found["lowered"], {}) is None
 
 
 def test_a_plan_without_mixed_precision_has_none_to_verify(capsys):

@@ -20,7 +20,7 @@ from planc.model.cache import entry_name, keep, recall
 from planc.model.config import config_of
 from planc.model.facts import Facts
 from planc.model.layer_kinds import block_kinds, block_lists, entry_kinds
-from planc.proxy.depth import Depth, Fields, nested
+from planc.proxy.depth import Depth, Fields, nested_configs
 from planc.tools.estimate.counted import Attended, Counted, MicroBatch, Moved, Part, Product, Saved
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _count(facts: Facts, sink: Sink, job: MicroBatch, attention: str) -> Counted
 
 def _with_few_layers(config: Fields, depth: Depth) -> dict[str, Any]:
     values = copy.deepcopy(dict(config))
-    for name, inner in nested(config):
+    for name, inner in nested_configs(config):
         values[name] = _with_few_layers(inner, depth)
     depth.shrink(config, values, dict)
     return values

@@ -19,7 +19,7 @@ from math import prod
 from planc.model.dataflow import DataFlow, FlowCall
 from planc.model.facts import Facts, Module, Modules
 from planc.model.roles import ends, lists, same_tensor
-from planc.proxy.products import ranges, settled, viewed, viewed_parts
+from planc.proxy.products import ranges, skip_elementwise, view_dims, viewed_parts
 
 ROUTER = re.compile(
     r"(^|\.)(gate|router|classifier|wg|shared_expert_gate|gate_weight|router\.\w+)$"
@@ -192,13 +192,13 @@ def _linear(name: str, module: Module) -> Linear:
 
 def _cut(linear: Linear, tensor: int, flow: DataFlow) -> Linear:
     """A linear with the parts and heads of its output, by the shapes that the code makes of it."""
-    tensor = settled(tensor, flow)
+    tensor = skip_elementwise(tensor, flow)
     made, shape = ranges(tensor, flow), flow.shapes[tensor]
     if made:
         sizes = tuple(flow.shapes[t][-1] for t in made)
-        views = [viewed(t, flow) for t in made]
+        views = [view_dims(t, flow) for t in made]
     else:
-        few, dims = viewed_parts(tensor, flow), viewed(tensor, flow)
+        few, dims = viewed_parts(tensor, flow), view_dims(tensor, flow)
         sizes = (shape[-1] // few,) * few if few > 1 else ()
         views = [dims[1:] if sizes else dims]
     heads = {n for dims in views for n in (*dims[:-1], prod(dims[:-1])) if n > 1}

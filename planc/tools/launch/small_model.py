@@ -20,7 +20,7 @@ from planc.proof.verify_report import report_difference
 from planc.simulate.launcher import LIMITS, SEEDS, Comparison, Job, comparison
 from planc.simulate.program import SingleError
 from planc.simulate.trial_part import trial_part
-from planc.simulate.worker import compared
+from planc.simulate.worker import compare_with_reference
 from planc.tools.launch.facts import device
 from planc.tools.launch.peers import Peers
 
@@ -83,7 +83,7 @@ def train(compiled: Compiled, ranks: Peers, *, allow_code: bool) -> SmallModelRu
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     logging.disable(logging.WARNING)  # what torch says of small meshes is of no use here
     try:
-        compared(job, found)
+        compare_with_reference(job, found)
     except SingleError as error:
         return SmallModelRun(reason=str(error))
     finally:

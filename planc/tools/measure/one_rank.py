@@ -50,7 +50,7 @@ from planc.runtime.collectives import Collectives, named_modules
 from planc.runtime.executor import apply_lowered
 from planc.runtime.run import Run
 from planc.runtime.standalone.kept_states import KeptState
-from planc.simulate.fake_ranks import FakeFloats, alone, sent_by, with_memory
+from planc.simulate.fake_ranks import FakeFloats, isolate_rank, sent_by, with_memory
 from planc.simulate.rank_job import RankJob, RankRunner
 from planc.tools.measure.allocations import Allocations, Clock, CudaAllocations
 from planc.tools.measure.calls import BlockCalls
@@ -183,7 +183,7 @@ class _Rank:
         with quiet(), fake:
             self._allocate(run.model)
             optimizer, batches = self._optimizer(run), self._batches()
-            with alone(run, self.form), noted.recording():
+            with isolate_rank(run, self.form), noted.recording():
                 for _ in range(2):
                     before = len(noted.calls)
                     self._step(run, optimizer, batches)
@@ -198,7 +198,7 @@ class _Rank:
         with quiet(), fake:
             self._allocate(run.model)
             optimizer, batches = self._optimizer(run), self._batches()
-            beside = alone(run, None, values=bool(self.job.device))
+            beside = isolate_rank(run, None, values=bool(self.job.device))
             with beside, self.held.counting(), noted.noting():
                 self._step(run, optimizer, batches)
         return noted.answer()
@@ -213,7 +213,7 @@ class _Rank:
                     counted.enter_context(self.held.counting())
                 self.held.mark("parameters")
                 run, names = self._apply()
-                beside = alone(run, self.form, values=values)
+                beside = isolate_rank(run, self.form, values=values)
                 for one in (quiet(), fake, self._watch(run, names), beside):
                     around.enter_context(one)
                 around.enter_context(self.held.with_host())

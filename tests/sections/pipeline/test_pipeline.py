@@ -31,7 +31,7 @@ from planc.runtime.standalone.pipeline import PIPELINE, Stages
 from planc.runtime.standalone.pipeline_step import MicrobatchError, microbatches
 from planc.runtime.standalone.pipeline_values import SentValues
 from planc.simulate.thread_ranks import run_ranks
-from planc.simulate.time_limit import limited
+from planc.simulate.time_limit import limit_simulations
 
 LLAMA, TWO = ("llama-3.1-8b", "llama"), ["pp=2"]
 
@@ -147,7 +147,7 @@ def test_a_stage_that_raises_ends_the_others(uncached, monkeypatch):
 
 def test_a_message_that_nobody_sends(uncached, monkeypatch):
     monkeypatch.setattr(schedule.RunningStage, "get_fwd_send_ops", lambda self, chunk: [])
-    with limited(60.0):
+    with limit_simulations(60.0):
         verdict, findings = simulated(*LLAMA, TWO, world=2)
     assert (verdict.verdict, codes(findings)) == ("refuted", ["PL503"])
 
