@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
-        return _misspelled(arguments[0])
+        return _report_unknown_command(arguments[0])
     try:
         options = _options(arguments or ["--help"])
         if options.command not in HAVE_NO_CPU_MODELS:
@@ -86,13 +86,13 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         at = words.index("--")
         words, script = words[:at], words[at + 1 :]
     options: argparse.Namespace
-    parser = _alone(name)
+    parser = _single_command(name)
     options, unknown = parser.parse_known_args(words)
     if unknown and not any(map(_option, words[:1] + unknown)):
         # argparse consumes positionals greedily: words after options are parsed again
         rest = [word for at, word in enumerate(words) if word not in unknown or at == 0]
         at = next((i for i, word in enumerate(rest) if _option(word)), len(rest))
-        parser = _alone(name)
+        parser = _single_command(name)
         options, unknown = parser.parse_known_args([*rest[:at], *unknown, *rest[at:]])
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -102,7 +102,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _alone(name: str) -> "_Command":
+def _single_command(name: str) -> "_Command":
     return _Command(
         prog=f"planc {name}",
         description=_sentence(COMMANDS[name]),
@@ -118,7 +118,7 @@ def _sentence(help: str) -> str:
     return f"{help[0].upper()}{help[1:]}."
 
 
-def _misspelled(word: str) -> int:
+def _report_unknown_command(word: str) -> int:
     from planc.diagnostics.diagnostic import did_you_mean
 
     advice = did_you_mean(word, COMMANDS, "`planc --help` lists the commands")
@@ -131,7 +131,7 @@ def _missing(command: str, module: str) -> int:
     from planc.model.cache import INSTALL, needs
 
     message = needs(f"planc {command}", module.partition(".")[0])
-    return output.refused("PL760", message, INSTALL)
+    return output.show_error("PL760", message, INSTALL)
 
 
 def _refusal(error: Exception) -> int:
@@ -151,7 +151,7 @@ def _internal(error: Exception) -> int:
     from planc.commands import output
 
     hint = "this is a bug in planc; run again with PLANC_TRACEBACK=1 and report it"
-    return output.refused("PL900", f"planc itself failed: {type(error).__name__}: {error}", hint)
+    return output.show_error("PL900", f"planc itself failed: {type(error).__name__}: {error}", hint)
 
 
 class _Command(argparse.ArgumentParser):

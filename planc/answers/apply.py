@@ -104,7 +104,7 @@ def apply(
                 size = world_size or _of_the_run("WORLD_SIZE", 1)
                 draft = partial(_draft_of_rank_0, device=device_of(model, device_type))
                 compiled, sink = compile_for(facts, plan, size, overrides, allow_code, draft=draft)
-                lowered = _lowered(compiled, sink, chosen=plan is None)
+                lowered = _lower(compiled, sink, chosen=plan is None)
                 prove = prove or plan_files.is_draft(compiled.files)
             else:
                 compiled, lowered = None, plan
@@ -126,7 +126,7 @@ def apply(
             compare=compare,
             metrics=metrics,
         )
-        return _completed(run, compiled, watchdog)
+        return _complete_run(run, compiled, watchdog)
 
 
 def _can_be_asked(
@@ -162,7 +162,7 @@ def _seconds_of(watchdog: float | None) -> float | None:
         raise ValueError(f"PLANC_WATCHDOG is a number of seconds, not {text!r}") from None
 
 
-def _completed(run: Run, compiled: Compiled | None, watchdog: float | None) -> Run:
+def _complete_run(run: Run, compiled: Compiled | None, watchdog: float | None) -> Run:
     """The run, watched, with what its summary says of the plan's text and of the overrides."""
     if watchdog is not None:
         from planc.runtime.safeguards.watchdog import Watchdog
@@ -171,12 +171,12 @@ def _completed(run: Run, compiled: Compiled | None, watchdog: float | None) -> R
     if compiled is None or compiled.applied is None:
         return run
     if run.steps.meter:
-        run.steps.meter.expected = _expected(run, *compiled.applied)
+        run.steps.meter.expected = _expected_numbers(run, *compiled.applied)
     text = plan_files.digest(compiled.files) or None
     return replace(run, sets=compiled.settings, plan_digest=text)
 
 
-def _expected(run: Run, plan: Plan, facts: Facts) -> ExpectedNumbers:
+def _expected_numbers(run: Run, plan: Plan, facts: Facts) -> ExpectedNumbers:
     """The estimated numbers of this rank."""
     from planc.tools.estimate.expected import ExpectedNumbers
 
@@ -230,7 +230,7 @@ def _of_the_run(name: Literal["RANK", "WORLD_SIZE"], alone: int) -> int:
     return int(os.environ.get(name, alone))
 
 
-def _lowered(compiled: Compiled, sink: Sink, *, chosen: bool) -> Lowered:
+def _lower(compiled: Compiled, sink: Sink, *, chosen: bool) -> Lowered:
     """The lowered plan; rank 0 logs which one was `chosen`. A draft is logged as it is written."""
     lowered = require_lowered(compiled, sink)
     if chosen and not plan_files.is_draft(compiled.files) and _of_the_run("RANK", 0) == 0:

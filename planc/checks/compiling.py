@@ -140,7 +140,7 @@ def randomness(plan: Plan, facts: Facts, sink: Sink) -> None:
             f"training draws random numbers: {', '.join(fields)}{drawn}",
             *([axis_label(plan, rules[0])] if rules else []),
             *(axis.label for axis in apart),
-            facts=[*(_how(plan, rules) if rules else ()), *_apart(plan), *numpy],
+            facts=[*(_how(plan, rules) if rules else ()), *_rng_notes(plan), *numpy],
             help="set the seed before `apply`, or afterwards the same seed on all ranks of a "
             "tensor axis",
         )
@@ -156,7 +156,7 @@ def randomness(plan: Plan, facts: Facts, sink: Sink) -> None:
             )
 
 
-def _apart(plan: Plan) -> Iterator[str]:
+def _rng_notes(plan: Plan) -> Iterator[str]:
     if axes := apart_axes(plan):
         named = one_of(axes, last="and")
         yield (

@@ -1,6 +1,6 @@
 """PL529, PL550 to PL552: experts that ranks cannot divide, or whose tokens cannot be limited."""
 
-from planc.checks.queries import active, divisors, holds, several, weighted
+from planc.checks.queries import active, divisors, holds, several, sharding_rules
 from planc.diagnostics.diagnostic import Label, Sink, one_of
 from planc.ir.experts import dividing, expert_count, splits_divided
 from planc.ir.mesh_axes import EXPERT_AXES, EXPERT_TENSOR
@@ -68,7 +68,9 @@ def _not_experts(rule: ExpertRule, plan: Plan) -> tuple[str, *tuple[Label, ...]]
 def _style(rule: ExpertRule, plan: Plan) -> tuple[str, *tuple[Label, ...]] | None:
     """Why a style and the dispatch cannot both shard these experts, or why one has to."""
     experts, name = plan.mesh.experts, f"`{rule.modules}`"
-    styles = [s for s in weighted(active(plan)) if experts and s.modules.overlap(rule.modules)]
+    styles = [
+        s for s in sharding_rules(active(plan)) if experts and s.modules.overlap(rule.modules)
+    ]
     for style in styles:
         label = Label(span=style.origin, text=f"sharded over {style.axis} here")
         if not splits_divided(style, plan):

@@ -1,6 +1,6 @@
 """PL530, PL531: a loss in a module that computes no logits, or that is sharded otherwise."""
 
-from planc.checks.queries import active, unit_of, weighted
+from planc.checks.queries import active, sharding_rules, unit_of
 from planc.diagnostics.diagnostic import Label, Sink
 from planc.ir.nodes import LossRule, Plan, TensorRule
 from planc.model.facts import Facts
@@ -59,7 +59,7 @@ def _rounding_unit(rule: LossRule, plan: Plan) -> tuple[str, Label] | None:
 def _split(rule: LossRule, plan: Plan, sink: Sink) -> None:
     size = plan.mesh.size(rule.axis) if rule.axis else 1
     wanted = rule.axis if size > 1 else None
-    styles = [r for r in weighted(active(plan)) if r.modules.overlap(rule.modules)]
+    styles = [r for r in sharding_rules(active(plan)) if r.modules.overlap(rule.modules)]
     if not styles and wanted is None:
         return
     right = [r for r in styles if r.axis == wanted and _returns_whole(r)]

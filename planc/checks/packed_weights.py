@@ -12,7 +12,7 @@ from planc.ops.styles import Colwise, Replicate, Rowwise, Shard, style_name
 
 def packed_parts(plan: Plan, facts: Facts, sink: Sink) -> None:
     """A rank holds a shard of each part: every part divides, and the parts cover the dim."""
-    for rule in queries.weighted(plan.tensor):
+    for rule in queries.sharding_rules(plan.tensor):
         if _gathers(rule, sink):
             continue
         for parameter, split in _splits(rule):

@@ -31,7 +31,7 @@ def axis_label(plan: Plan, rule: TensorRule) -> Label:
     return axis.label
 
 
-def inside(outer: Modules, rules: Iterable[TensorRule]) -> Iterator[TensorRule]:
+def child_rules(outer: Modules, rules: Iterable[TensorRule]) -> Iterator[TensorRule]:
     """The rules on children of the modules."""
     n = len(outer.path)
     for rule in rules:
@@ -39,12 +39,12 @@ def inside(outer: Modules, rules: Iterable[TensorRule]) -> Iterator[TensorRule]:
             yield rule
 
 
-def around(
+def rules_by_parent(
     facts: Facts, rules: Sequence[TensorRule]
 ) -> Iterator[tuple[Modules, tuple[TensorRule, ...]]]:
     """The parent modules of the rules, each set once, with the rules on their children."""
     found = dict.fromkeys(p for rule in rules for p in facts.parents(rule.modules))
-    return ((parent, tuple(inside(parent, rules))) for parent in found)
+    return ((parent, tuple(child_rules(parent, rules))) for parent in found)
 
 
 def splits_output(rule: TensorRule) -> bool:
@@ -63,7 +63,7 @@ def _last(layout: object) -> bool:
     return isinstance(layout, Shard) and layout.dim in (-1, 2)
 
 
-def weighted(rules: Iterable[TensorRule]) -> Iterator[TensorRule]:
+def sharding_rules(rules: Iterable[TensorRule]) -> Iterator[TensorRule]:
     """The rules that decide how weights are sharded."""
     return (r for r in rules if not isinstance(r.style, (*PARAMETERLESS, Replicated)))
 

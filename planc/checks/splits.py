@@ -6,16 +6,16 @@ from math import gcd, prod
 
 from planc.checks.queries import (
     active,
-    around,
     axis_label,
+    child_rules,
     divisors,
     holds,
-    inside,
     ranks,
+    rules_by_parent,
     several,
+    sharding_rules,
     splits_output,
     takes_split,
-    weighted,
 )
 from planc.diagnostics.diagnostic import Label, Severity, Sink, one_of
 from planc.diagnostics.source import Span
@@ -48,7 +48,7 @@ def attention_heads(plan: Plan, facts: Facts, sink: Sink) -> None:
     that view, or each rank pairs the wrong heads.
     """
     found: dict[tuple[HeadSplit, ...], list[Modules]] = {}
-    for parent, own in around(facts, active(plan)):
+    for parent, own in rules_by_parent(facts, active(plan)):
         heads = _without_fused([*_splits(own, parent.module)])
         found.setdefault(tuple(heads), []).append(parent)
     for splits, attentions in found.items():
@@ -163,7 +163,7 @@ def divisibility(plan: Plan, facts: Facts, sink: Sink) -> None:
     layer fails, because that layer assumes equal shards on all ranks ("must have same reduction
     dim"); with `local = false` it is right. A rank with an empty shard fails in either case.
     """
-    for rule in weighted(active(plan)):
+    for rule in sharding_rules(active(plan)):
         if not isinstance(rule.style, Colwise | Rowwise) or rule.style.parts != 1:
             continue  # PL220 speaks of them
         every = rule.modules.module.parameters
@@ -229,7 +229,7 @@ def _partner(rule: TensorRule, plan: Plan, facts: Facts) -> TensorRule | None:
     """The rowwise layer beside a colwise one that takes its output as a local tensor."""
     if not splits_output(rule):
         return None
-    beside = (r for at in facts.parents(rule.modules) for r in inside(at, active(plan)))
+    beside = (r for at in facts.parents(rule.modules) for r in child_rules(at, active(plan)))
     return next(filter(takes_split, beside), None)
 
 

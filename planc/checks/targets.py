@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from planc.checks.queries import active, axis_label, divisors, ranks, weighted
+from planc.checks.queries import active, axis_label, divisors, ranks, sharding_rules
 from planc.diagnostics.diagnostic import Label, Sink, did_you_mean, one_of
 from planc.diagnostics.source import Span
 from planc.ir.nodes import Plan, TensorRule
@@ -35,7 +35,7 @@ def axis_use(plan: Plan, facts: Facts, sink: Sink) -> None:
                 Label(span=next(r.origin for r in rules if r.axis == axis), text="splits over it"),
                 help="use different axes",
             )
-    split = list(weighted(rules))
+    split = list(sharding_rules(rules))
     for i, rule in enumerate(split):
         for other in split[:i]:
             both = rule.modules.overlap(other.modules)

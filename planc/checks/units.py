@@ -145,7 +145,7 @@ def unreduced_gradients(plan: Plan, facts: Facts, sink: Sink) -> None:
     if "fsdp" in plan.broken:
         return
     if plan.fsdp is None:
-        _mixed(plan, sink)
+        _warn_mixed_tensors(plan, sink)
         return
     if plan.mesh.size(*plan.fsdp.shard, *plan.fsdp.replicate) == 1:
         return
@@ -167,7 +167,7 @@ def unreduced_gradients(plan: Plan, facts: Facts, sink: Sink) -> None:
         )
 
 
-def _mixed(plan: Plan, sink: Sink) -> None:
+def _warn_mixed_tensors(plan: Plan, sink: Sink) -> None:
     rules = active(plan)
     if rules:
         sink.warning(

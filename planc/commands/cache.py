@@ -39,12 +39,12 @@ def run(options: argparse.Namespace) -> int:
 def _pack(file: str) -> int:
     if cache.missing():
         message = f"what is packed must be known at first hand: {cache.not_installed()}"
-        return output.refused("PL760", message, cache.INSTALL)
+        return output.show_error("PL760", message, cache.INSTALL)
     made = pack.collect_pack()
     if not made.document["entries"]:
         message = f"nothing in {cache_folder()} was found with the installed versions"
         help = "run `planc check`, whose facts and verdicts are packed"
-        return output.refused("PL761", message, help)
+        return output.show_error("PL761", message, help)
     code = output.write(pack.dumps(made), file)
     if code == output.CLEAN and file != "-":
         print(f"packed {file}: {made}")

@@ -82,11 +82,11 @@ def run(options: argparse.Namespace) -> int:
     if options.watch:
         from planc.commands import watch
 
-        return watch.repeat(lambda: _run(options), lambda: _named(options))
+        return watch.repeat(lambda: _run(options), lambda: _target_names(options))
     return _run(options)[0]
 
 
-def _named(options: argparse.Namespace) -> Iterator[str]:
+def _target_names(options: argparse.Namespace) -> Iterator[str]:
     """The models and plans that are judged, whether or not they are there."""
     try:
         targets = [*_targets(options, project())]
@@ -121,7 +121,7 @@ def _run(options: argparse.Namespace) -> tuple[int, list[Compiled]]:
     for number, target in enumerate(targets, 1):
         of = f"{number}/{len(targets)} " if len(targets) > 1 else ""
         with output.waiting(f"checking {of}{target.text}"):
-            every.append(_checked(target, options, found.severity))
+            every.append(_check_target(target, options, found.severity))
         if options.format in ("full", "concise"):
             _print(every[-1], options.format, alone=len(targets) == 1)
     if options.format not in ("full", "concise"):
@@ -149,13 +149,15 @@ def _targets(options: argparse.Namespace, found: Project) -> Iterator[Target]:
         yield Target(model=model, plan=plan, world_size=options.world_size, set=tuple(options.set))
 
 
-def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str, str]) -> _Checked:
+def _check_target(
+    target: Target, options: argparse.Namespace, severity: Mapping[str, str]
+) -> _Checked:
     sink, level, code = Sink(), options.level, options.allow_code
     draft = draft_plan if level != "structure" else None
     compiled = output.compiled_target(target, sink, code, draft)
     verdict, order = judge(compiled, sink, level, code, options.time_limit, strict=options.strict)
     also = f", {order.text}" if order else ""
-    also += _estimated(target, compiled, options, sink)
+    also += _check_estimate(target, compiled, options, sink)
     proof = known_certificate(compiled, sink)
     return _Checked(
         target=target,
@@ -171,7 +173,9 @@ def _checked(target: Target, options: argparse.Namespace, severity: Mapping[str,
     )
 
 
-def _estimated(target: Target, compiled: Compiled, options: argparse.Namespace, sink: Sink) -> str:
+def _check_estimate(
+    target: Target, compiled: Compiled, options: argparse.Namespace, sink: Sink
+) -> str:
     """Judges the step that is asked for, and says what of it was checked."""
     if compiled.lowered is None:
         return ""

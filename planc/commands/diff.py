@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     sides: dict[str, Compiled] = {}
     for side, plan in plans.items():
         sink = Sink()  # an error in one plan must not hide findings about the other
-        sides[side] = _compiled(files[plan], side, options, sink)
+        sides[side] = _compile_side(files[plan], side, options, sink)
         merged.add(*sink)
     shared_arguments.whole_batch(options, merged)
     request = shared_arguments.request(options)
@@ -67,7 +67,9 @@ def run(options: argparse.Namespace) -> int:
     return output.CLEAN if change.same else output.FINDINGS
 
 
-def _compiled(file: Files | None, side: str, options: argparse.Namespace, sink: Sink) -> Compiled:
+def _compile_side(
+    file: Files | None, side: str, options: argparse.Namespace, sink: Sink
+) -> Compiled:
     own, code = vars(options), options.allow_code
     name = own[f"{side}_model"] or options.model
     size = own[f"{side}_world_size"] or options.world_size

@@ -26,7 +26,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     sink = Sink()
-    compiled = output.compiled(options, sink)
+    compiled = output.compile_options(options, sink)
     answer = judge_step(compiled, shared_arguments.request(options), sink)
     output.show(sink, "full", sys.stderr, quiet=True)
     if answer and options.format == "json":

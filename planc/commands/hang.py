@@ -27,13 +27,13 @@ def run(options: argparse.Namespace) -> int:
     try:
         found = dumps.read(Path(options.dumps))
     except dumps.DumpError as error:
-        return output.refused(
+        return output.show_error(
             "PL617", str(error), "name the folder that the message of a run names"
         )
     abouts = [dump.about for dump in found.values() if dump.about]
     if options.world_size is None and abouts:
         options.world_size = abouts[0]["world_size"]
-    compiled = output.compiled(options, sink)
+    compiled = output.compile_options(options, sink)
     if compiled.lowered is not None and not sink.failed:
         other = next((a for a in abouts if a["digest"] != compiled.digest), None)
         if other is not None:

@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         return output.exit_code(sink)
     if options.output and _is_another(Path(options.output)):
         text = f"cannot write {options.output}: a file that planc launch did not write is there"
-        return output.refused("PL020", text, "name another, or remove it")
+        return output.show_error("PL020", text, "name another, or remove it")
     return output.write(TARGETS[options.to](made), options.output)
 
 
@@ -79,7 +79,7 @@ def _job(options: argparse.Namespace, sink: Sink) -> job.ClusterJob | None:
     """The job of the largest world size, which goes on with the others."""
     name, gpus = options.gpus_per_node
     asked = [{**vars(options), "world_size": n} for n in options.world_size or (None,)]
-    every = [output.compiled(argparse.Namespace(**one), sink) for one in asked]
+    every = [output.compile_options(argparse.Namespace(**one), sink) for one in asked]
     plans = [one.lowered for one in every if one.lowered is not None]
     if len(plans) < len(every):
         return None
@@ -87,9 +87,9 @@ def _job(options: argparse.Namespace, sink: Sink) -> job.ClusterJob | None:
     nodes, per = zip(*(job.nodes_of(plan, gpus, sink, most=most) for plan in plans), strict=True)
     if options.to != "ray" and not sink.failed:
         job.require_range(nodes, per[0], sink)
-    known = [_known(one, sink) for one in every]
+    known = [_stored_verdict(one, sink) for one in every]
     digests = [one.digest for one in every]
-    said = [*_said(options, [plan.world_size for plan in plans])]
+    said = [*_plan_arguments(options, [plan.world_size for plan in plans])]
     return job.ClusterJob(
         lowered=plans[0],
         digest=digests[0],
@@ -98,13 +98,13 @@ def _job(options: argparse.Namespace, sink: Sink) -> job.ClusterJob | None:
         fewer=dict(zip(nodes[1:], digests[1:], strict=True)),
         proof={plan.world_size: text for plan, text in zip(plans, known, strict=True) if text},
         gpu=name,
-        preflight=("planc", "preflight", *said, *_compared(options, digests)),
+        preflight=("planc", "preflight", *said, *_comparison_arguments(options, digests)),
         script=job.command_of(options.script),
-        written=shlex.join(["planc", "launch", *said, *_asked(options)]),
+        written=shlex.join(["planc", "launch", *said, *_job_arguments(options)]),
     )
 
 
-def _known(compiled: Compiled, sink: Sink) -> str:
+def _stored_verdict(compiled: Compiled, sink: Sink) -> str:
     """The stored verdict on a plan as text; empty for a lowered file. Reports PL480 for a refuted
     plan, which `planc.apply` would refuse on the nodes.
     """
@@ -118,7 +118,7 @@ def _known(compiled: Compiled, sink: Sink) -> str:
     return known.text
 
 
-def _said(options: argparse.Namespace, ranks: Sequence[int]) -> Iterator[str]:
+def _plan_arguments(options: argparse.Namespace, ranks: Sequence[int]) -> Iterator[str]:
     """The plan, as the command line names it."""
     yield from (options.model, options.plan, "--world-size", ",".join(map(str, ranks)))
     for setting in options.set:
@@ -127,7 +127,7 @@ def _said(options: argparse.Namespace, ranks: Sequence[int]) -> Iterator[str]:
         yield "--allow-code"
 
 
-def _asked(options: argparse.Namespace) -> Iterator[str]:
+def _job_arguments(options: argparse.Namespace) -> Iterator[str]:
     """The rest of the command line."""
     gpus = ":".join(str(part) for part in options.gpus_per_node if part)
     yield from ("--to", options.to, "--gpus-per-node", gpus)
@@ -136,7 +136,7 @@ def _asked(options: argparse.Namespace) -> Iterator[str]:
     yield from ("--", *options.script)
 
 
-def _compared(options: argparse.Namespace, digests: Sequence[str]) -> Iterator[str]:
+def _comparison_arguments(options: argparse.Namespace, digests: Sequence[str]) -> Iterator[str]:
     """Yields the arguments of preflight for further comparisons: digests, the script, the
     weights.
     """

@@ -23,7 +23,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         rows = list(_settings() if options.what == "settings" else _plans())
     except ProjectError as error:
-        return output.refused("PL021", str(error))
+        return output.show_error("PL021", str(error))
     width = max((len(name) for name, _ in rows), default=0)
     lines = (f"{name:{width}}  {text}".rstrip() for name, text in rows)
     terminal.show("".join(f"{line}\n" for line in lines))

@@ -45,8 +45,8 @@ def run(options: argparse.Namespace) -> int:
     if options.save or options.check:
         return _of_targets(options)
     if options.model is None:
-        return output.refused("PL023", "no model is named", "write planc lower MODEL")
-    compiled = output.compiled(options, sink)
+        return output.show_error("PL023", "no model is named", "write planc lower MODEL")
+    compiled = output.compile_options(options, sink)
     output.show(sink, "full", sys.stderr, quiet=True)
     if compiled.lowered is None:
         return output.exit_code(sink)
@@ -127,15 +127,15 @@ def _of_targets(options: argparse.Namespace) -> int:
     try:
         found = project()
     except ProjectError as error:
-        return output.refused("PL021", str(error))
+        return output.show_error("PL021", str(error))
     own = (options.model, options.world_size, options.output) != (None, None, None)
     own = own or bool(options.set) or options.format != "text"
     names = [target.file_name for target in found.targets]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        return output.refused("PL021", f"two targets would both have the file {twice}")
+        return output.show_error("PL021", f"two targets would both have the file {twice}")
     if found.lowered is None or not found.targets or own:
         why = "--save and --check take no model and no other options" if own else None
-        return output.refused(
+        return output.show_error(
             "PL023",
             why or "no pyproject.toml names `lowered` and [[tool.planc.targets]]",
             "it takes the targets of the project, and the folder `lowered` for their plans",
@@ -144,7 +144,7 @@ def _of_targets(options: argparse.Namespace) -> int:
     return max(act(target, found.lowered / target.file_name, options) for target in found.targets)
 
 
-def _lowered(target: Target, options: argparse.Namespace) -> tuple[Lowered | None, int]:
+def _lower_target(target: Target, options: argparse.Namespace) -> tuple[Lowered | None, int]:
     """The lowered plan of a target, and the exit code of its findings."""
     sink = Sink()
     with output.waiting(f"lowering {target.text}"):
@@ -156,7 +156,7 @@ def _lowered(target: Target, options: argparse.Namespace) -> tuple[Lowered | Non
 def _save(target: Target, path: Path, options: argparse.Namespace) -> int:
     from planc.ops.document import dumps
 
-    lowered, code = _lowered(target, options)
+    lowered, code = _lower_target(target, options)
     if lowered is None:
         return code
     with contextlib.suppress(OSError):  # writing says so
@@ -172,7 +172,7 @@ def _compare(target: Target, path: Path, options: argparse.Namespace) -> int:
 
     sink = Sink()
     before = lowered_file.read(str(path), sink) if path.exists() else None
-    new, code = _lowered(target, options)
+    new, code = _lower_target(target, options)
     if before is None:
         if not sink.failed:
             sink.error("PL006", f"there is no {path}", help="`planc lower --save` writes it")

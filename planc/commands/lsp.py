@@ -16,7 +16,7 @@ def run(options: argparse.Namespace) -> int:
     if find_spec("pygls") is None:
         help = "pip install 'planc[lsp]', into the environment of this planc"
         needs = "an editor's server needs pygls, which is not installed"
-        return output.refused("PL742", needs, help)
+        return output.show_error("PL742", needs, help)
     from planc.tools.editor.server import serve
 
     serve()

@@ -68,7 +68,7 @@ def _images(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     sink = Sink()
     _require_row(options, sink)
-    compiled = output.compiled(options, sink)
+    compiled = output.compile_options(options, sink)
     with output.waiting(f"running a rank of {options.model}"):
         measured = measure(
             compiled,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 CLEAN, FINDINGS, FAILED = 0, 1, 2
 
 
-def compiled(options: argparse.Namespace, sink: Sink) -> Compiled:
+def compile_options(options: argparse.Namespace, sink: Sink) -> Compiled:
     """The plan that a command names, compiled for the model that it names."""
     with waiting(f"reading {options.model}"):
         return compiled_target(options, sink, options.allow_code)
@@ -126,7 +126,7 @@ def exit_code(sink: Sink, *, strict: bool = False) -> int:
     return FINDINGS if warned and found == CLEAN else found
 
 
-def refused(code: str, message: str, help: str | None = None) -> int:
+def show_error(code: str, message: str, help: str | None = None) -> int:
     """Shows one error, on standard error; returns its exit code."""
     sink = Sink()
     sink.error(code, message, help=help)
@@ -146,5 +146,5 @@ def write(text: str, output: str | None) -> int:
     try:
         atomic_write.write(Path(output), text)
     except OSError as error:
-        return refused("PL020", f"cannot write {output}: {io_reason(error)}")
+        return show_error("PL020", f"cannot write {output}: {io_reason(error)}")
     return CLEAN

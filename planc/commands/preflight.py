@@ -51,24 +51,24 @@ def run(options: argparse.Namespace) -> int:
 
     if missing := [name for name in NEEDED if name not in os.environ]:
         text = f"{one_of(missing, last='and')} not set: preflight is a rank of the job it checks"
-        return output.refused("PL642", text, "start it as the script, under torchrun or srun")
+        return output.show_error("PL642", text, "start it as the script, under torchrun or srun")
     options.world_size = _size(options.world_size or (None,), os.environ["WORLD_SIZE"])
     report, began = Report(), time.monotonic()
     show = partial(_show, report, options.format, _for_the_report())
 
-    def missed(found: list[Diagnostic]) -> None:
+    def report_missing(found: list[Diagnostic]) -> None:
         report.sink.add(*found)
         report.seconds = ranks.seconds
         show()
 
     try:
-        ranks: Peers = join(options.timeout, missed)
+        ranks: Peers = join(options.timeout, report_missing)
     except RuntimeError as error:
         report.seconds = time.monotonic() - began
         return _without_first(first_line(error), report, show)
     try:
-        compiled = partial(output.compiled, options)
-        preflight(ranks, compiled, _wanted(options), report)
+        compiled = partial(output.compile_options, options)
+        preflight(ranks, compiled, _wanted_checks(options), report)
     except DistError:  # the watch says why
         ranks.wait()
     return ranks.end(output.exit_code(report.sink), show)
@@ -80,7 +80,7 @@ def _without_first(error: str, report: Report, show: Callable[[], None]) -> int:
     text = f"rank 0 does not answer rank {rank} at {at}: {error}"
     help = "look at rank 0, and at the network between the nodes"
     if rank != "1":
-        return output.refused("PL644", text, help)
+        return output.show_error("PL644", text, help)
     report.sink.error("PL644", text, help=help)
     show()
     return output.exit_code(report.sink)
@@ -108,7 +108,7 @@ def _for_the_report() -> TextIO:
     return stream
 
 
-def _wanted(options: argparse.Namespace) -> Wanted:
+def _wanted_checks(options: argparse.Namespace) -> Wanted:
     from planc.tools.launch.preflight import Wanted
 
     return Wanted(
@@ -116,7 +116,7 @@ def _wanted(options: argparse.Namespace) -> Wanted:
         compare="files" if options.whole else "samples",
         save=options.save,
         digest=options.digest,
-        needed=_needed,
+        needed=_needed_bytes,
         allow_code=options.allow_code,
     )
 
@@ -126,7 +126,7 @@ def _size(given: tuple[int | None, ...], there: str) -> int | None:
     return next((n for n in given if str(n) == there), given[0])
 
 
-def _needed(compiled: Compiled) -> Needed:
+def _needed_bytes(compiled: Compiled) -> Needed:
     """The estimated bytes of memory, and on disk of parameters and optimizer state; none for a
     lowered file.
     """

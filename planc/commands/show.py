@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     sink = Sink()
     shared_arguments.whole_batch(options, sink)
     hardware = profiles.hardware(options.hardware, sink)
-    compiled = Compiled() if sink.failed else output.compiled(options, sink)
+    compiled = Compiled() if sink.failed else output.compile_options(options, sink)
     findings, asked = tuple(sink), sink if options.batch else Sink()
     found = None
     if not options.svg:

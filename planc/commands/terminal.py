@@ -31,13 +31,13 @@ def show(text: str, *, titled: bool = False) -> None:
 
     width = shutil.get_terminal_size((100, 24)).columns if terminal else 0
     for i, line in enumerate(text.splitlines()):
-        rows = folded(line, width) if width else [line]
+        rows = fold_line(line, width) if width else [line]
         for row in rows:
             title = titled and i == 0 and row is rows[0]
-            print(paint(_title(row) if title else _styled(row), color))
+            print(paint(_title(row) if title else _split_styles(row), color))
 
 
-def folded(line: str, width: int) -> list[str]:
+def fold_line(line: str, width: int) -> list[str]:
     """A line in rows of at most `width` characters, if its words allow it.
 
     A column that does not fit starts a row of its own, and only a text in the second column, which
@@ -74,7 +74,7 @@ def _title(row: str) -> Iterator[StyledText]:
     yield row[end:], ""
 
 
-def _styled(row: str) -> Iterator[StyledText]:
+def _split_styles(row: str) -> Iterator[StyledText]:
     end = 0
     for found in _STYLED.finditer(row):
         yield row[end : found.start()], ""

@@ -47,10 +47,10 @@ def _state(files: set[Path]) -> dict[Path, float]:
     folders = {file.parent for file in files if file.suffix == ".plan"}
     beside = (path for folder in folders for path in folder.glob("*.plan"))
     models = (file / "config.json" for file in files)
-    return {file: _changed(file) for file in {*files, *beside, *models}}
+    return {file: _change_time(file) for file in {*files, *beside, *models}}
 
 
-def _changed(path: Path) -> float:
+def _change_time(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:

@@ -20,7 +20,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     sink = Sink()
-    compiled = output.compiled(options, sink)
+    compiled = output.compile_options(options, sink)
     answer = why(options.name, compiled, sink)
     output.show(sink, "full", sys.stderr, quiet=True)
     if answer is None or compiled.lowered is None:

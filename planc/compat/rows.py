@@ -49,7 +49,7 @@ def minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def tested(library: str) -> list[str]:
+def tested_versions(library: str) -> list[str]:
     """The minor versions of a library that a row ran with, in the order of the rows."""
     return list(dict.fromkeys(minor(row.pins[library]) for row in ROWS if row.ran))
 
@@ -58,11 +58,11 @@ def untested_message(installed: Mapping[str, str]) -> str:
     """The message of PL744; empty if rows ran with all versions. The argument is as of
     `untested`.
     """
-    others = untested(installed)
+    others = untested_versions(installed)
     return f"planc is not tested with {one_of(others)}" if others else ""
 
 
-def untested(installed: Mapping[str, str]) -> list[str]:
+def untested_versions(installed: Mapping[str, str]) -> list[str]:
     """`torch 2.15.0` for each installed library whose minor version no row ran with.
 
     Args:
@@ -71,5 +71,6 @@ def untested(installed: Mapping[str, str]) -> list[str]:
     return [
         f"{name} {version}"
         for name in LIBRARIES
-        if (version := installed.get(name, "none")) != "none" and minor(version) not in tested(name)
+        if (version := installed.get(name, "none")) != "none"
+        and minor(version) not in tested_versions(name)
     ]

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from planc.cli import COMMANDS, _options
 from planc.commands import help_text, output
-from planc.commands.terminal import folded
+from planc.commands.terminal import fold_line
 from planc.model.config import shipped_models
 
 RUN = ("llama-3.1-8b", "llama", "--world-size", "64")
@@ -159,26 +159,27 @@ def goldens():
 @pytest.mark.parametrize("width", [40, 60, 80, 100])
 def test_folding_tears_no_word(width):
     for line in goldens():
-        rows = folded(line, width)
+        rows = fold_line(line, width)
         assert " ".join(rows).split() == line.split()
         for row in rows:
             assert len(row) <= width or len(max(row.split(), key=len)) > width - len(line) // 2 - 8
             assert row == row.rstrip()
-    assert folded("a  b", width) == ["a  b"]
+    assert fold_line("a  b", width) == ["a  b"]
 
 
 def test_a_name_stays_with_its_sizes_and_an_equation_is_whole():
     sizes = "down_proj:    56.0 MiB at rest, [2, 1024, 14336] bf16; 224.0 MiB gathered"
-    assert folded(f"per rank    {sizes}", 70)[0].startswith("per rank    down_proj: 56.0 MiB")
+    assert fold_line(f"per rank    {sizes}", 70)[0].startswith("per rank    down_proj: 56.0 MiB")
     assert (
-        folded("tensor      in mlp: output, local, dtensor, on tp = 2", 50)[1].strip() == "tp = 2"
+        fold_line("tensor      in mlp: output, local, dtensor, on tp = 2", 50)[1].strip()
+        == "tp = 2"
     )
 
 
 @given(st.text("ab[(]) ,.->x1", max_size=120), st.integers(20, 60))
 def test_folding_keeps_every_word(text, width):
     line = text.strip()
-    assert " ".join(folded(line, width)).split() == line.split()
+    assert " ".join(fold_line(line, width)).split() == line.split()
 
 
 # Progress ----------------------------------------------------------------------------------------

@@ -17,27 +17,29 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import planc
 from planc.compat import rows
-from planc.compat.rows import ROWS, untested
+from planc.compat.rows import ROWS, untested_versions
 from planc.model import cache
 
 HERE = {"torch": "2.13.0+cpu", "transformers": "5.23.0"}
 
 
 def test_versions_of_a_row_are_tested():
-    assert untested(HERE) == []
+    assert untested_versions(HERE) == []
 
 
 def test_another_minor_version_is_not():
-    assert untested(HERE | {"torch": "2.19.0"}) == ["torch 2.19.0"]
-    assert untested({"torch": "2.13.1", "transformers": "5.99.1"}) == ["transformers 5.99.1"]
+    assert untested_versions(HERE | {"torch": "2.19.0"}) == ["torch 2.19.0"]
+    assert untested_versions({"torch": "2.13.1", "transformers": "5.99.1"}) == [
+        "transformers 5.99.1"
+    ]
 
 
 def test_versions_of_a_row_that_did_not_run_are_not():
-    assert untested(HERE | {"torch": "2.14.1"}) == ["torch 2.14.1"]
+    assert untested_versions(HERE | {"torch": "2.14.1"}) == ["torch 2.14.1"]
 
 
 def test_a_library_that_is_not_installed_has_no_version():
-    assert untested({"torch": "none"}) == []
+    assert untested_versions({"torch": "none"}) == []
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)

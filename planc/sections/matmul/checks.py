@@ -10,8 +10,8 @@ from planc.checks.queries import (
     holds,
     looked_up,
     several,
+    sharding_rules,
     unit_of,
-    weighted,
 )
 from planc.diagnostics.diagnostic import Label, Sink, one_of
 from planc.diagnostics.source import Span
@@ -219,7 +219,7 @@ def _on_others(op: LowPrecision, plan: Plan) -> Iterator[LowPrecision]:
 def _axes(op: LowPrecision, plan: Plan) -> Iterator[tuple[object, ...]]:
     """The axes over which styles and FSDP split the weights, of each part of the modules."""
     assert plan.fsdp is not None
-    for modules, rules in ruled(op.modules, [*weighted(active(plan))]):
+    for modules, rules in ruled(op.modules, [*sharding_rules(active(plan))]):
         unit = unit_of(plan, modules)
         yield frozenset(rule.axis for rule in rules), unit and plan.fsdp.axes(unit)
 
