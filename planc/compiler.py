@@ -96,7 +96,7 @@ def compile(
     """Runs all stages that can run. Findings of checks with a sink of their own stop nothing."""
     done = Compiled(files=files, settings=tuple(settings), world_size=world_size, facts=facts)
     if isinstance(files, lowered_file.LoweredFile):
-        return replace(done, lowered=lowered_file.fitted(files, facts, world_size, settings, sink))
+        return replace(done, lowered=lowered_file.fit(files, facts, world_size, settings, sink))
     before = sink.errors
     if files and facts and world_size is not None and world_size < 1:
         sink.error("PL301", f"the world size is a positive number of ranks, not {world_size}")

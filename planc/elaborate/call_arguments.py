@@ -56,7 +56,7 @@ class Arguments:
         argument = self._named.pop(name, None)
         return argument.value if argument else None
 
-    def rest(self) -> list[ast.Argument]:
+    def remaining(self) -> list[ast.Argument]:
         """The named arguments that were not read, for a call that accepts any."""
         rest = list(self._named.values())
         self._named.clear()
@@ -149,7 +149,7 @@ class Arguments:
 
 def plain_arguments(arguments: Arguments) -> tuple[tuple[str, Value], ...]:
     """All named arguments left, for a class of the user's: numbers, texts, truth values, lists."""
-    given = tuple((str(a.name), size(a.value, arguments.scope)) for a in arguments.rest())
+    given = tuple((str(a.name), size(a.value, arguments.scope)) for a in arguments.remaining())
     for name, value in given:
         arguments.ok = arguments.ok and not isinstance(value, Failed)
         if isinstance(value, ast.Selector):

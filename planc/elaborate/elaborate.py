@@ -120,7 +120,7 @@ _READ = Hook[Callable[[Program], tuple[Any, ...]]]("section", "read")
 
 def _sections(program: Program) -> Mapping[str, tuple[Any, ...]]:
     """The rules of sections that are folders; a section without rules is left out."""
-    stated = [name for name in NAMES if any(program.named(name))]
+    stated = [name for name in NAMES if any(program.sections_named(name))]
     readers = {name: read for name in stated if (read := _READ.find(name))}
     rules = {name: program.part(name, partial(read, program)) for name, read in readers.items()}
     return {name: found for name, found in rules.items() if found}
@@ -173,11 +173,15 @@ def _with_roles(mesh: Mesh | None, program: Program) -> Mesh | None:
     if mesh is None:
         return None
 
-    def named(*sections: str) -> tuple[str, ...]:
+    def axes_of_sections(*sections: str) -> tuple[str, ...]:
         found = (s for s in program.sections if s.name in sections)
         return expanded((a.path for s in found for a in (*s.axes, *s.replicate)), mesh.names)
 
-    tensor, data, context = named("tensor"), named("fsdp", "replicate"), named("context")
+    tensor, data, context = (
+        axes_of_sections("tensor"),
+        axes_of_sections("fsdp", "replicate"),
+        axes_of_sections("context"),
+    )
     axes = (
         replace(a, role=role_of(a.name, tensor=tensor, data=data, context=context))
         for a in mesh.axes
@@ -195,7 +199,7 @@ def _over_axes(program: Program, mesh: Mesh) -> Iterator[ast.Section]:
     """
     offered = {*axis_names(program, optional=True), *program.scope.replaced_axes}
 
-    def taken(section: ast.Section, by: Iterable[ast.Section]) -> bool:
+    def is_covered(section: ast.Section, by: Iterable[ast.Section]) -> bool:
         axes = [axis.path for axis in section.axes]
         return (
             bool(axes)
@@ -213,7 +217,7 @@ def _over_axes(program: Program, mesh: Mesh) -> Iterator[ast.Section]:
         return tuple(axis for axis in axes if axis.path not in mesh.left_out)
 
     for i, section in enumerate(program.sections):
-        if taken(section, program.sections[i + 1 :]):
+        if is_covered(section, program.sections[i + 1 :]):
             continue
         if section.name == "expert" and _limits(section.items):
             yield section

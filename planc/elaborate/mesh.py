@@ -89,7 +89,7 @@ def _solve(program: Program) -> Mesh | None:
         axes=axes,
         assumed=bool(autos) and program.world_size is None,
         left_out=tuple(sorted(ones | gone)),
-        origin=next(iter(program.named("mesh"))).origin,
+        origin=next(iter(program.sections_named("mesh"))).origin,
     )
     return expert_mesh(mesh, ranks, inside, program) if ranks or inside else mesh
 
@@ -110,7 +110,7 @@ def _experts(setting: ast.Setting, program: Program) -> MeshAxis | None:
 
 def _settings(program: Program) -> list[ast.Setting] | None:
     """The axes, in the order in which they are first named, after overrides."""
-    sections = list(program.named("mesh"))
+    sections = list(program.sections_named("mesh"))
     if not sections:
         program.sink.error(
             "PL308",
@@ -221,7 +221,7 @@ def _check_product(sizes: _Sizes, program: Program) -> int | None:
     shard = next((size for setting, size in sizes.pairs if setting.name == SHARD), 0)
     if shard and world % (product // shard) == 0:
         help = f"{SHARD} = {world // (product // shard)} would fit, or `auto`"
-    section = next(iter(program.named("mesh")))
+    section = next(iter(program.sections_named("mesh")))
     message = f"the mesh has {product:,} ranks, the world {world:,}: {sizes.text} = {product:,}"
     program.sink.error(
         "PL301", message, *(sizes.labels(program) or [Label(span=section.name_origin)]), help=help

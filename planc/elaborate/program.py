@@ -54,7 +54,7 @@ class Program:
     timetables: dict[Span, str] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
 
-    def named(self, name: str) -> Iterator[ast.Section]:
+    def sections_named(self, name: str) -> Iterator[ast.Section]:
         return (s for s in self.sections if s.name == name)
 
     def part(self, name: str, read: Callable[[], T]) -> T:
@@ -311,18 +311,18 @@ def _section(section: ast.Section, program: Program) -> None:
     if section.override:
         axes = [a.path for a in section.axes]
 
-        def replaced(other: ast.Section) -> bool:
+        def is_replaced(other: ast.Section) -> bool:
             return other.name == section.name and (
                 section.name != "tensor" or [a.path for a in other.axes] == axes
             )
 
-        if not any(replaced(s) for s in program.sections):
+        if not any(is_replaced(s) for s in program.sections):
             what = f"`{section.name}` section"
             nothing_to_override(program.sink, what, section.name_origin)
         if section.name == "mesh":
             optional = axis_names(program, optional=True)
             program.scope.replaced_axes = (*program.scope.replaced_axes, *optional)
-        program.sections = [s for s in program.sections if not replaced(s)]
+        program.sections = [s for s in program.sections if not is_replaced(s)]
     if section.name == "mesh" and program.sized:
         message = "the mesh cannot depend on the size of one of its own axes"
         help = "decide it by an option or a config field"
@@ -346,7 +346,7 @@ def _branch(when: ast.When, program: Program, given: dict[str, ast.Literal]) -> 
 
 def axis_names(program: Program, *, optional: bool = False) -> tuple[str, ...]:
     """The axes that the mesh sections name, in taken branches or not; or the optional ones."""
-    items = (item for s in program.named("mesh") for item in ast.branches(s.items))
+    items = (item for s in program.sections_named("mesh") for item in ast.branches(s.items))
     axes = (i.name for i in items if isinstance(i, ast.Setting) and i.optional >= optional)
     return tuple(dict.fromkeys(axes))
 

@@ -94,7 +94,7 @@ class Scope:
             _pending=[],
         )
 
-    def inside(self, parent: Modules) -> Scope:
+    def child_scope(self, parent: Modules) -> Scope:
         """A scope for a rule on children of a module, whose integers are `parent.NAME`; in a small
         model, those of a module with the same name, of the same class where there is one.
         """
@@ -103,7 +103,7 @@ class Scope:
             alike = [at.module for at in self.small.model.below() if at.key == parent.key]
             alike.sort(key=lambda one: one.cls != module.cls)
             module = alike[0] if alike else module
-        return replace(self, parent=module, sized=sized and sized.inside(parent))
+        return replace(self, parent=module, sized=sized and sized.child_scope(parent))
 
     def define(self, definition: Definition) -> None:
         self.definitions[definition.name] = definition

@@ -70,12 +70,12 @@ def infer_layouts(plan: Plan, facts: Facts, sink: Sink) -> Plan:
     """
     for setting in plan.sequence:
         if plan.mesh.size(setting.axis) > 1 and "tensor" not in plan.broken:
-            plan = _Section(plan, facts, setting, sink).inferred()
+            plan = _Section(plan, facts, setting, sink).infer()
     if "tensor" not in plan.broken:
         plan = _complete_layouts(plan, facts, sink)
     for section, own in () if "tensor" in plan.broken else _stated_sections(plan, facts, sink):
-        found = section.recorded(own)
-        plan = section.observed(plan, found)
+        found = section.record(own)
+        plan = section.check_observations(plan, found)
         if not isinstance(found, Unrepresented | str):
             _, _, small, flow = found
             if isinstance(layouts := section.complete(flow, small), Layouts):
@@ -92,7 +92,7 @@ def _complete_layouts(plan: Plan, facts: Facts, sink: Sink) -> Plan:
         if all(rule.open for rule in plan.tensor if rule.axis == axis) and any(section.errors(own)):
             setting = replace(section.setting, wanted=False)
             trial, found = replace(plan, sequence=(*plan.sequence, setting)), Sink()
-            made = _Section(trial, facts, setting, found).inferred()
+            made = _Section(trial, facts, setting, found).infer()
             if not found.errors:
                 plan = made
                 sink.add(*found)
@@ -135,16 +135,16 @@ class _Section:
     setting: SequenceSetting
     sink: Sink
 
-    def inferred(self) -> Plan:
+    def infer(self) -> Plan:
         plan, setting = self.plan, self.setting
         own = tuple(r for r in plan.tensor if r.axis == setting.axis)
         if not own:
             return plan
-        found = self.recorded(own)
+        found = self.record(own)
         if isinstance(found, Unrepresented | str):
             return self._unknown(found)
         source, state, small, flow = found
-        plan = self.observed(plan, found)
+        plan = self.check_observations(plan, found)
         layouts = None if "tensor" in plan.broken else self._layouts(flow, small)
         if layouts is None:
             return replace(plan, broken=plan.broken | {"tensor"})
@@ -164,7 +164,7 @@ class _Section:
         sequence = tuple(settled if s is setting else s for s in plan.sequence)
         return replace(plan, tensor=(*rules, *others), sequence=sequence)
 
-    def observed(self, plan: Plan, found: Recorded | Unrepresented | str) -> Plan:
+    def check_observations(self, plan: Plan, found: Recorded | Unrepresented | str) -> Plan:
         """The plan with the lines of code outside of nn.Dropout that draw random numbers; reports
         PL528: a rule for an input that a module did not get.
         """
@@ -209,7 +209,7 @@ class _Section:
 
     def errors(self, own: tuple[TensorRule, ...]) -> Iterator[LayoutClash | TensorRule]:
         """Yields what complete rules lack, and where they clash: as of `layout_errors`."""
-        found = self.recorded(own)
+        found = self.record(own)
         if isinstance(found, Unrepresented | str):
             return
         _, state, small, flow = found
@@ -245,7 +245,7 @@ class _Section:
                 "else gather its output: `colwise(-> replicate)`",
             )
 
-    def recorded(self, own: tuple[TensorRule, ...]) -> Recorded | Unrepresented | str:
+    def record(self, own: tuple[TensorRule, ...]) -> Recorded | Unrepresented | str:
         """The shallowest proxy model whose blocks stand for all real ones, the rules on it, and its
         data flow, remembered with the facts: a search tries many plans with the same rules; or why
         there is none.

@@ -33,7 +33,7 @@ class Inputs(NamedTuple):
     kinds: list[Held]
     own: set[int]
 
-    def of(self, kind: Held) -> list[int]:
+    def of_kind(self, kind: Held) -> list[int]:
         """The tensors of a kind."""
         return [t for t, k in zip(self.tensors, self.kinds, strict=True) if k is kind]
 
@@ -115,10 +115,10 @@ class FlowOperations:
                 twice = have.count(Held.PART) > 1
                 work += twice and self.flow.shapes[one.outputs[0]][-1] == self.flow.width
             elif result is Held.VARYING:
-                varying = given.of(Held.VARYING)[0]
+                varying = given.of_kind(Held.VARYING)[0]
                 if one.name in _CUTS and self.shorter(one, varying, dims.get(varying)):
                     cuts.append(CutOutput(varying, one.line))
-                met += (Met(t, varying, one.line, t in own) for t in given.of(Held.WHOLE))
+                met += (Met(t, varying, one.line, t in own) for t in given.of_kind(Held.WHOLE))
                 self.follow(one, given, dims)
             kinds.update(dict.fromkeys(one.outputs, result or Held.WHOLE))
         return replace(state, kinds=kinds, dims=dims, met=tuple(met), cuts=tuple(cuts), work=work)
@@ -134,7 +134,7 @@ class FlowOperations:
 
     def check(self, one: Operation, given: Inputs, dims: Mapping[int, int | None]) -> None:
         """Raises a clash where the inputs of an operation do not go together."""
-        name, have, parts = one.name.strip("_"), {*given.kinds}, given.of(Held.PART)
+        name, have, parts = one.name.strip("_"), {*given.kinds}, given.of_kind(Held.PART)
         others = [t for t in given.tensors if t not in parts and t not in given.own]
         why, cut, at_fault = "", list[int](), given.tensors
         if parts and others:
@@ -146,7 +146,7 @@ class FlowOperations:
             why = f"`{name}` takes a DTensor and a plain tensor"
         elif not parts and Held.VARYING in have and self.unequal(one, given, dims):
             why = f"`{name}` takes what is split over the ranks, and all of what goes with it"
-            at_fault = given.of(Held.VARYING)  # hidden states come from every block before
+            at_fault = given.of_kind(Held.VARYING)  # hidden states come from every block before
         if why:
             split = self.givers_of(*at_fault)
             both = self.givers_of(*given.tensors)
@@ -199,7 +199,7 @@ class FlowOperations:
 
     def follow(self, one: Operation, given: Inputs, dims: dict[int, int | None]) -> None:
         """Records the split dim of a varying input in the outputs of an operation."""
-        varying = given.of(Held.VARYING)
+        varying = given.of_kind(Held.VARYING)
         source = next((t for t in varying if dims.get(t) is not None), None)
         for out in one.outputs:
             at = dims[source] if source is not None else None

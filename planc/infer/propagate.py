@@ -122,7 +122,7 @@ class _Inference(FlowOperations):
 
     def attempt(self, call: FlowCall, state: State, around: Around, depth: int = 0) -> State:
         try:
-            result = self.inside(call, state, around)
+            result = self.run_body(call, state, around)
             if call is self.flow.root:
                 leaving = (*call.given, *call.nested)
                 parts = [t for t in leaving if result.kind(t) is Held.PART]
@@ -175,7 +175,7 @@ class _Inference(FlowOperations):
                 elif tensor in event.outputs and tensor not in event.inputs:
                     waiting += (t for t in event.inputs if t in self.flow.live)
 
-    def inside(self, call: FlowCall, state: State, around: Around) -> State:
+    def run_body(self, call: FlowCall, state: State, around: Around) -> State:
         """The calls and operations of a module in order."""
         own = {t for _, t in call.weights if state.kind(t) is Held.WHOLE} if call.leaf else set()
         waiting: list[Operation] = []
@@ -275,7 +275,7 @@ class _Inference(FlowOperations):
         if call.linear and state.dims.get(source) == len(self.flow.shapes[source]) - 1:
             why = f"`{call.name}` takes all features, and a rank has its own"
             raise Clash(why, call.line, rules=self.givers_of(source))
-        made = self.inside(call, state, around)
+        made = self.run_body(call, state, around)
         new = made.met[len(state.met) :]
         if not any(met.own for met in new):
             return made
@@ -329,12 +329,12 @@ class _Inference(FlowOperations):
             raise inside
         to_whole = around.forced.get(call.name) is Held.WHOLE
 
-        def sent(way: State) -> float:
+        def sent_bytes(way: State) -> float:
             left = (t for t in call.given if way.kind(t) is Held.PART)
             return way.sent + (self.wide(left) if to_whole else 0)
 
         # one gather around is one rule
-        return min(possible, key=lambda way: (-way.work, sent(way), way is inside))
+        return min(possible, key=lambda way: (-way.work, sent_bytes(way), way is inside))
 
     def pure(self, call: FlowCall, state: State, around: Around) -> State:
         flow = self.flow

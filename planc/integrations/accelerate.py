@@ -86,12 +86,12 @@ class PlancAcceleratorMixin(_Accelerator):  # type: ignore[misc]
         """Writes a checkpoint that any plan can resume from: the model, its optimizer, the
         schedules, and the objects of `register_for_checkpointing`; `frozen` as of `Run.save`.
         """
-        plain, others = self._plain(), self._others()
+        plain, others = self._plain(), self._other_objects()
         self.planc_run.save(output_dir, optimizer=plain, extra=others, frozen=frozen)
         return str(Path(output_dir))
 
     def load_state(self, input_dir: str | os.PathLike[str], **more: Any) -> None:
-        self.planc_run.load(input_dir, optimizer=self._plain(), extra=self._others())
+        self.planc_run.load(input_dir, optimizer=self._plain(), extra=self._other_objects())
 
     def _plain(self) -> Any:
         """The optimizer without accelerate's wrapper; None before `prepare`."""
@@ -99,7 +99,7 @@ class PlancAcceleratorMixin(_Accelerator):  # type: ignore[misc]
             raise ValueError("a plan's checkpoint has the state of one optimizer")
         return self._optimizers[0].optimizer if self._optimizers else None
 
-    def _others(self) -> dict[str, Any]:
+    def _other_objects(self) -> dict[str, Any]:
         schedules = {f"scheduler{i}": each for i, each in enumerate(self._schedulers)}
         return schedules | {f"object{i}": each for i, each in enumerate(self._custom_objects)}
 

@@ -466,13 +466,13 @@ def _gather_each_row_once(accelerator: Any, run: Run) -> Any:
     gather_for_metrics = accelerator.gather_for_metrics
     first = run.mesh.get_rank() in ranks_of_data(run)
 
-    def gathered(data: Any, use_gather_object: bool = False) -> Any:
+    def gather(data: Any, use_gather_object: bool = False) -> Any:
         if not _all_tensors(data):
             return gather_for_metrics(data if first else [], use_gather_object=True)
         with _gathering_once(accelerator, run):
             return gather_for_metrics(data)
 
-    return gathered
+    return gather
 
 
 def _all_tensors(data: Any) -> bool:

@@ -64,7 +64,7 @@ class Backward:
         inside = self._indices(modules)
         return self._count(modules, inside[-1]) if inside else len(modules)
 
-    def trained(self, modules: Modules) -> int:
+    def count_trained(self, modules: Modules) -> int:
         """The number of these modules that have a parameter inside that takes a gradient."""
         if self.whole:
             return len(modules)

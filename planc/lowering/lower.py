@@ -84,8 +84,8 @@ def on_activations(plan: Plan, facts: Facts) -> Lowered:
         *_merge(
             _parallelize(_order([*_on_layers(_wide(plan), plan), *_adapter_rules(plan)]), plan)
         ),
-        *_merge(divided(plan)),
-        *_merge(limited(plan)),
+        *_merge(dispatch_operations(plan)),
+        *_merge(capacity_operations(plan)),
         *_contexts(plan),
         *_merge(_exchanges(plan)),
         *(op for op in _section_operations(plan, facts) if op.SENDS_ACTIVATIONS),
@@ -135,14 +135,14 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
         *_section_operations(plan, facts),
         *_merge(_parallelize(_order([*_on_layers(tensor, plan), *derived]), plan)),
         *_ties(facts, tensor, plan),
-        *_merge(divided(plan)),
+        *_merge(dispatch_operations(plan)),
         *_contexts(plan),
         *_merge(_exchanges(plan)),
         *_resets(plan, facts),
         *_freeze(tensor, plan),
         *_merge(plan.train),
         *quantize(plan),
-        *_merge(limited(plan)),
+        *_merge(capacity_operations(plan)),
         *_merge(plan.compile),
         *units,
         *settings(plan, facts),
@@ -418,7 +418,7 @@ def configure(facts: Facts) -> Iterator[Configure]:
             yield Configure(name=f"{owner}use_cache", value=False, reason=reason)
 
 
-def divided(plan: Plan) -> Iterator[DispatchExperts]:
+def dispatch_operations(plan: Plan) -> Iterator[DispatchExperts]:
     """The operations of the expert rules; none where one rank has all experts."""
     experts = plan.mesh.experts
     if experts is None:
@@ -445,7 +445,7 @@ def divided(plan: Plan) -> Iterator[DispatchExperts]:
             )
 
 
-def limited(plan: Plan) -> Iterator[LimitExperts]:
+def capacity_operations(plan: Plan) -> Iterator[LimitExperts]:
     """The slots of experts, which are as many on one rank."""
     part = next(_contexts(plan), None)
     for rule in plan.experts:

@@ -29,7 +29,7 @@ def read(path: str, sink: Sink) -> LoweredFile | None:
     return None if lowered is None else LoweredFile(name=path, lowered=lowered)
 
 
-def fitted(
+def fit(
     file: LoweredFile,
     facts: Facts | None,
     world_size: int | None,

@@ -43,7 +43,7 @@ class Holding:
     trains: bool = True
     narrow: bool = False
 
-    def sharded(self, ranks: int) -> int:
+    def sharded_bytes(self, ranks: int) -> int:
         """Bytes at rest when FSDP shards a dim over `ranks` (dim 0 padded, as torch.chunk does)."""
         first, *rest = self.local or (1,)
         width = DTYPE_BYTES.get(self.parameter.dtype, 4)
@@ -52,7 +52,7 @@ class Holding:
             return prod(self.local) // ranks * width
         return -(-first // ranks) * prod(rest) * width
 
-    def whole(self, dtype: str | None) -> int:
+    def gathered_bytes(self, dtype: str | None) -> int:
         """Bytes when all-gathered, in the dtype that FSDP gathers in."""
         width = 1 if self.narrow else DTYPE_BYTES.get(dtype or self.parameter.dtype, 4)
         return prod(self.local) * width
@@ -128,11 +128,15 @@ class Holdings:
         if part is not None and part != unit.members:
             inside = [i for h in inside if (i := self._restrict(h, part[0]))]
         calls = 1 if unit.group else len((part or unit.members)[0])
-        rest = sum(h.count * h.sharded(self.ranks(h)) for h in inside)
-        gathered = [(h.count * h.whole(param), h.trains) for h in inside]
+        rest = sum(h.count * h.sharded_bytes(self.ranks(h)) for h in inside)
+        gathered = [(h.count * h.gathered_bytes(param), h.trains) for h in inside]
         frozen = sum(size for size, trains in gathered if not trains)
         size = sum(size for size, _ in gathered)
-        wide = (replace(h, narrow=False).whole(param) - h.whole(param) for h in inside if h.trains)
+        wide = (
+            replace(h, narrow=False).gathered_bytes(param) - h.gathered_bytes(param)
+            for h in inside
+            if h.trains
+        )
         trained = (h.count for h in inside if h.trains)
         saved = sum(count * less for count, less in zip(trained, wide, strict=True))
         return rest // calls, size // calls, frozen, (size + saved) // calls - size // calls
@@ -147,7 +151,10 @@ class Holdings:
 
     def at_rest(self) -> int:
         """Bytes of all parameters that one rank holds between steps."""
-        sizes = (h.whole(None) if h.unit is None else h.sharded(self.ranks(h)) for h in self.all)
+        sizes = (
+            h.gathered_bytes(None) if h.unit is None else h.sharded_bytes(self.ranks(h))
+            for h in self.all
+        )
         return sum(h.count * size for h, size in zip(self.all, sizes, strict=True))
 
 

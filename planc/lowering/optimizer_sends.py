@@ -51,7 +51,7 @@ class Buckets:
     size: int | None
 
     @property
-    def sent(self) -> Sent:
+    def communication(self) -> Sent:
         """Its shards to the owners of the matrices, and back."""
         first = self.matrices[0]
         return Sent(
@@ -68,7 +68,7 @@ def optimizer_sends(op: Optimize, step: Step) -> Iterator[Sent]:
     """Two all-to-alls for each bucket, told by the first operation whose matrices are in it."""
     places = [stage for stage in step.lowered.stages if op in stage.ops]
     for stage in places[:1]:
-        yield from (b.sent for b in buckets_of(stage, step) if b.matrices[0].op is op)
+        yield from (b.communication for b in buckets_of(stage, step) if b.matrices[0].op is op)
 
 
 def buckets_of(stage: Stage, step: Step) -> Iterator[Buckets]:

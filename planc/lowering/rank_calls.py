@@ -94,13 +94,13 @@ class RankCall:
         return "" if self.op is None else f"{self.op.WORD} {self.op.place}".rstrip()
 
     @property
-    def at(self) -> str:
+    def location(self) -> str:
         """The call's place in the step, and the plan's line."""
         return "; ".join(filter(None, (self.where, self.line)))
 
     @property
     def text(self) -> str:
-        return f"{self.what} over {self.over} ({self.at})"
+        return f"{self.what} over {self.over} ({self.location})"
 
 
 class Groups:

@@ -167,12 +167,12 @@ def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
                 times = behind * step.passes * runs
                 yield replace(one, kind=kind, times=times, during=During.BACKWARD)
     if (made.sums or op.sums_all) and step.lowered.fsdp_units:
-        times = step.backward.trained(op.modules) * step.reductions()
+        times = step.backward.count_trained(op.modules) * step.reductions()
         for parameter, copies in _parameters(op.modules.module, inside=op.sums_all):
             sent = replace(one, kind=REDUCE, times=times * copies, during=During.STEP)
             yield replace(sent, size=parameter.numel * step.width)
     if isinstance(op.style, Experts) and step.lowered.fsdp_units:
-        times = step.backward.trained(op.modules) * step.reductions()
+        times = step.backward.count_trained(op.modules) * step.reductions()
         for size in _replicated_bytes(op, op.style, step):
             yield replace(one, kind=REDUCE, times=times, size=size, during=During.STEP)
 
@@ -239,7 +239,7 @@ def _images(op: DivideImages, step: Step) -> Iterator[Sent]:
     size = step.size(1 if outer else step.lowered.sequence_parts, step.hidden)
     one = replace(_template(op, (op.axis,)), times=step.passes * tensors, size=size)
     yield one
-    if op.parts and step.backward.trained(op.modules):
+    if op.parts and step.backward.count_trained(op.modules):
         yield replace(one, kind=EXCHANGE, during=During.BACKWARD)
 
 
@@ -339,7 +339,7 @@ def _fsdp(op: FullyShard, step: Step) -> Iterator[Sent]:
     units = 1 if op.group else sum(len(m) for m in op.members)
     stored = next((p.dtype for m in op.members for p in parameters_of(m)), "float32")
     width = DTYPE_BYTES[op.param or stored]
-    trained = min(units, sum(map(step.backward.trained, op.members)))
+    trained = min(units, sum(map(step.backward.count_trained, op.members)))
     elements = ((op.gathered + op.saved) * units - op.frozen) // max(trained, 1) // width
     reduced = elements * DTYPE_BYTES[op.reduce or op.param or stored]
     one = Sent(

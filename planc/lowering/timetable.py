@@ -55,7 +55,7 @@ class InFlight(NamedTuple):
     begins: Pass
 
     @property
-    def inside(self) -> InFlight:
+    def after_backward(self) -> InFlight:
         """The state at the end of the backward: the weights have gradients, or these are left for
         later.
         """

@@ -34,7 +34,7 @@ def _node(kind: type[ast.Node], *fields: str) -> Method:
             elif isinstance(child, Token):
                 values[name] = _unquote(child) if child.type == "STRING" else str(child)
                 if f"{name}_origin" in own:
-                    values[f"{name}_origin"] = self.at(child)
+                    values[f"{name}_origin"] = self.span_of(child)
             else:
                 values[name] = () if child is None and name in _LISTS else child
         return kind(origin=self.span(meta), **values)
@@ -61,12 +61,12 @@ class Builder(Transformer[Token, ast.File]):
             return self.source.span(0, 0)
         return self.source.span(meta.start_pos, meta.end_pos)
 
-    def at(self, token: Token) -> Span:
+    def span_of(self, token: Token) -> Span:
         assert token.start_pos is not None and token.end_pos is not None
         return self.source.span(token.start_pos, token.end_pos)
 
     def word(self, token: Token) -> ast.Name:
-        return ast.Name(origin=self.at(token), path=str(token))
+        return ast.Name(origin=self.span_of(token), path=str(token))
 
     # Statements
 
@@ -77,7 +77,7 @@ class Builder(Transformer[Token, ast.File]):
     def header(self, meta: Meta, children: list[Any]) -> ast.Header:
         name, *families = children
         words = tuple(
-            ast.Name(origin=self.at(f), path=_unquote(f) if f.type == "STRING" else str(f))
+            ast.Name(origin=self.span_of(f), path=_unquote(f) if f.type == "STRING" else str(f))
             for f in families
         )
         return ast.Header(origin=self.span(meta), name=str(name), families=words)

@@ -304,7 +304,7 @@ def test_blocks_of_one_kind_with_other_layouts_are_said(tmp_path):
     plan = replace(done.plan, tensor=tuple(replace(r, open=True) for r in done.plan.tensor))
     plan = splits_of(plan, sequence=True)
     section = _Section(plan, done.facts, plan.sequence[0], Sink())
-    _, state, small, flow = section.recorded(plan.tensor)
+    _, state, small, flow = section.record(plan.tensor)
     layouts = section._layouts(flow, small)
     made = _Carried(flow, state, small, layouts, plan.sequence[0])
     assert made.uneven is None

@@ -31,8 +31,8 @@ PARTICIPLES = re.compile(
 )
 NOUNS_AND_VERBS = {"need", "feed", "seed", "embed", "shared"}
 
-PARTICIPLES_AT_MOST = 114
-PREPOSITIONS_AT_MOST = 39
+PARTICIPLES_AT_MOST = 96
+PREPOSITIONS_AT_MOST = 28
 WORDS_AT_MOST = {
     "begin again": 8,
     "divide the experts": 18,

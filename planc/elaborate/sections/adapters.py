@@ -122,7 +122,7 @@ _UNITS = {"with_layer": False, "own": True}
 
 def adapters(program: Program) -> Adapters | None:
     """The adapters section of a plan, or None where there is none or it adapts no module."""
-    sections = list(program.named("adapters"))
+    sections = list(program.sections_named("adapters"))
     if not sections:
         return None
     scope, settings = program.scope, Settings(program.sink)

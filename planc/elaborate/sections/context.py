@@ -36,7 +36,7 @@ def context(program: Program) -> tuple[tuple[ContextRule, ...], tuple[Attend, ..
     with `attention = script` the training script slices the sequences, and its attention exchanges
     keys and values.
     """
-    settings, sections = Settings(program.sink), [*program.named("context")]
+    settings, sections = Settings(program.sink), [*program.sections_named("context")]
     axes = [axis for section in sections for axis in (*section.axes, *section.replicate)]
     layers: Claims[Attend | None] = Claims(program.sink)
     for section in sections:

@@ -18,7 +18,7 @@ _WAYS = (ALL_TO_ALL, ALL_REDUCE)
 def expert(program: Program) -> tuple[ExpertRule, ...]:
     """The rules of the expert sections, in the plan's order."""
     claims: Claims[ExpertRule | None] = Claims(program.sink)
-    for section in program.named("expert"):
+    for section in program.sections_named("expert"):
         if len(section.axes) != 1 or section.replicate:
             message = "an expert section works over the ranks that divide experts"
             hint = f"write `expert on {EXPERTS} {{`"

@@ -39,7 +39,7 @@ class _Section:
 
 def fsdp(program: Program) -> Fsdp | None:
     """The section that shards parameters over data axes, or None where a plan has none."""
-    sections = [*program.named("fsdp"), *program.named("replicate")]
+    sections = [*program.sections_named("fsdp"), *program.sections_named("replicate")]
     if not sections:
         return None
     first = sections[0]

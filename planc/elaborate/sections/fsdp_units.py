@@ -39,7 +39,7 @@ class UnitTerms(NamedTuple):
     except_last: bool = False
     group: int | None = None
 
-    def of(self, *, last: bool, group: int | None = None) -> UnitTerms:
+    def for_entry(self, *, last: bool, group: int | None = None) -> UnitTerms:
         """The terms of a last entry, or of another one."""
         unit = replace(self.unit, reshard=not last) if self.except_last else self.unit
         return UnitTerms(unit, group=group)
@@ -56,7 +56,7 @@ def rule(item: ast.Rule, placed: Placed, claims: Claims[UnitTerms], scope: Scope
     if isinstance(item.target, ast.Call):
         members = _members(item, item.target, placed, scope)
         # a group is one unit, so it is its own last
-        pairs = [(m, terms.of(last=True, group=-1)) for m in members]
+        pairs = [(m, terms.for_entry(last=True, group=-1)) for m in members]
         if item.target.name == "groups":
             pairs = list(_one_by_one(members, terms, item.target, scope))
         claims.add_all(pairs, "unit", item.origin, override=item.override)
@@ -171,10 +171,10 @@ def _claim(
 def _parts(modules: Modules, terms: UnitTerms, last: int | None) -> list[tuple[Modules, UnitTerms]]:
     """`except_last`: the entry with the highest index of the rule's list is not resharded."""
     if not terms.except_last or not modules.entries or last is None:
-        return [(modules, terms.of(last=False))]
+        return [(modules, terms.for_entry(last=False))]
     final = modules.entries & Indices.from_numbers([last])
     parts = ((modules.entries - final, False), (final, True))
-    return [(modules.with_entries(some), terms.of(last=at)) for some, at in parts if some]
+    return [(modules.with_entries(some), terms.for_entry(last=at)) for some, at in parts if some]
 
 
 # Calls in the place of a selector ----------------------------------------------------------------
@@ -302,7 +302,7 @@ def _one_by_one(
     for member in members:
         for entry in member.entries:
             one = member.with_entries(Indices.from_numbers([entry]))
-            yield one, terms.of(last=entry == last, group=entry)
+            yield one, terms.for_entry(last=entry == last, group=entry)
 
 
 def units(claims: Claims[UnitTerms]) -> Iterator[Unit]:

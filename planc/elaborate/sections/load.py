@@ -31,7 +31,7 @@ _FIELDS = {"init": "meta", "islands": "fp32"}
 def load(program: Program) -> Load | None:
     """The settings of the load sections, or None where there are none."""
     settings = Settings(program.sink)
-    for section in program.named("load"):
+    for section in program.sections_named("load"):
         no_axes(section, program)
         read = partial(_read, program=program)
         read_settings(section, WORDS, settings, program, "weights = slices", read=read)

@@ -18,7 +18,7 @@ _TERMS = ("chunks", "scale", "softcap", "label_smoothing", "z_loss")
 def loss(program: Program) -> tuple[LossRule, ...]:
     """The rules of the loss sections, in the plan's order."""
     claims: Claims[LossRule | None] = Claims(program.sink)
-    for section in program.named("loss"):
+    for section in program.sections_named("loss"):
         # the axis that shards the vocabulary; a section without one needs none
         axes = (*section.axes, *section.replicate)
         if len(axes) > 1:

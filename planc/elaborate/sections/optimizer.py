@@ -37,7 +37,7 @@ def optimizer(program: Program) -> tuple[OptimizerRule, ...]:
     matrices among them.
     """
     claims: Claims[OptimizerRule | None] = Claims(program.sink)
-    for section in program.named("optimizer"):
+    for section in program.sections_named("optimizer"):
         no_axes(section, program)
         known = (*_ALGORITHMS, OptimizerClass.KIND)
         for rule, placed in rules_of(section, known, "algorithm", program):

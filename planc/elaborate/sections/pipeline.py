@@ -46,14 +46,14 @@ class BlockCut(NamedTuple):
 
 def pipeline(program: Program) -> PipelineRule | None:
     """The pipeline of the plan, None without one or where its axis has one rank."""
-    section = next(iter(program.named("pipeline")), None)
+    section = next(iter(program.sections_named("pipeline")), None)
     if section is None:
         return None
     axis = _axis(section, program)
     if axis is None:
         return None
     settings, read = Settings(program.sink), partial(_value, program=program)
-    for each in program.named("pipeline"):
+    for each in program.sections_named("pipeline"):
         read_settings(each, _SETTINGS, settings, program, "schedule = 1f1b", read=read)
     ranks = program.mesh.size(axis) if program.mesh else 1
     if ranks == 1:

@@ -60,7 +60,7 @@ def tensor(program: Program) -> Found:
     claims: dict[str, Claims[TensorRule | None]] = {}
     settings: dict[str, Settings] = {}
     known, used = (*STYLES, *program.styles), set[str]()
-    for section in program.named("tensor"):
+    for section in program.sections_named("tensor"):
         axis = _axis(section, program)
 
         def setting(item: ast.Setting, axis: str | None = axis) -> bool:
@@ -217,7 +217,7 @@ def _scopes(
     for modules in found:
         for parent in program.facts.parents(modules):
             inner = Modules((*parent.path, modules.path[-1]), modules.module)
-            yield inner, program.scope.inside(parent)
+            yield inner, program.scope.child_scope(parent)
 
 
 def rules_of(
@@ -271,7 +271,7 @@ def read_claims(
         aspect: what rules decide, for messages; by default the name.
     """
     claims: Claims[T] = Claims(program.sink)
-    for section in program.named(name):
+    for section in program.sections_named(name):
         no_axes(section, program)
         for rule, placed in rules_of(section, known, what, program, setting=setting):
             found, value = modules_of(rule, placed, program.scope), read(rule)

@@ -232,7 +232,7 @@ def _input(call: ast.Call, scope: Scope) -> ir.Input | None:
     arguments = Arguments(call, scope)
     local = arguments.truth("local", False)
     positional = _positional(arguments)
-    named = [(str(a.name), _change(a.value, arguments)) for a in arguments.rest()]
+    named = [(str(a.name), _change(a.value, arguments)) for a in arguments.remaining()]
     changes = tuple((name, change) for name, change in named if change is not None)
     if not any(positional) and not changes and arguments.ok:
         arguments.wrong(call, "`input` changes nothing", "write `input(shard(1) -> replicate)`")
@@ -295,7 +295,7 @@ def _bare(call: ast.Call, scope: Scope) -> ir.Parameters | ir.Experts | None:
         if arrow is None:
             return None
         flow = arrow
-    named = [(str(a.name), _parameter_layout(a.value, arguments)) for a in arguments.rest()]
+    named = [(str(a.name), _parameter_layout(a.value, arguments)) for a in arguments.remaining()]
     layouts = tuple((name, one) for name, one in named if one is not None)
     if not named and arguments.ok:
         hint = f"name its parameters: `{call.name}(weight = shard(0))`"

@@ -217,16 +217,16 @@ def _head(node: ast.FunctionDef, text: str) -> Iterator[str]:
     pairs = [*zip(plain, [*given, *args.defaults], strict=True)]
     after = [*zip(args.kwonlyargs, args.kw_defaults, strict=True)]
 
-    def spelled(some: Iterable[tuple[ast.arg, ast.expr | None]]) -> Iterator[str]:
+    def spell_arguments(some: Iterable[tuple[ast.arg, ast.expr | None]]) -> Iterator[str]:
         for argument, default in some:
             value = default and f"={ast.get_source_segment(text, default)}"
             yield f"{argument.arg}{value or ''}"
 
-    items = [*spelled(pairs)]
+    items = [*spell_arguments(pairs)]
     items[len(args.posonlyargs) : len(args.posonlyargs)] = ["/"] if args.posonlyargs else []
     if args.vararg or args.kwonlyargs:
         items.append(f"*{args.vararg.arg if args.vararg else ''}")
-    items += spelled(after)
+    items += spell_arguments(after)
     items += [f"**{args.kwarg.arg}"] if args.kwarg else []
     yield from lay(Bracketed(f"def {node.name}(", tuple(items), "):"), " " * node.col_offset)
 

@@ -58,7 +58,7 @@ def render(lowered: Lowered, *, digest: str) -> str:
                 functions.append(part.source(name))
             calls.setdefault(place, []).append(f"{name}{part.arguments}")
     functions += load_function(lowered)
-    steps = "\n".join(_called(lowered))
+    steps = "\n".join(_loop_functions(lowered))
     definitions = needed_definitions("\n\n".join([*functions, steps]))
     packed = any(source.startswith("def repack(") for source in definitions)
     if packed:  # its state dict must be reordered
@@ -68,7 +68,7 @@ def render(lowered: Lowered, *, digest: str) -> str:
     return f"{_docstring(lowered, digest, packed)}\n{needed}\n{body}"
 
 
-def _called(lowered: Lowered) -> Iterator[str]:
+def _loop_functions(lowered: Lowered) -> Iterator[str]:
     """The inlined functions that no operation calls: those of the frame, and of training loops."""
     yield from [_NAMES] * bool(lowered.fsdp_units)
     yield from dict.fromkeys(name for op in lowered.ops for name in op.LOOP_FUNCTIONS)

@@ -38,18 +38,20 @@ def _at_rest(holding: Holding, op: MegatronShard, section: Fsdp, plan: Plan) -> 
     """Bytes of a parameter on one rank, and of the optimizer's main weights."""
     ranks = plan.mesh.size(*section.shard)
     every = ranks * (plan.mesh.size(*section.replicate) if op.outer == "optim" else 1)
-    model = holding.whole(None)
+    model = holding.gathered_bytes(None)
     if op.strategy == "optim_grads_params":
         in_unit = holding.unit is not None and not holding.unit.root
         # root parameters stay gathered
-        model = holding.sharded(every) + (0 if in_unit else model)
+        model = holding.sharded_bytes(every) + (0 if in_unit else model)
     if op.main_params is None or not holding.parameter.trainable:
         return model
     width = DTYPE_BYTES.get(holding.parameter.dtype, 4)
-    main = holding.whole(None) if op.strategy == "no_shard" else holding.sharded(every)
+    main = (
+        holding.gathered_bytes(None) if op.strategy == "no_shard" else holding.sharded_bytes(every)
+    )
     return model + main // width * DTYPE_BYTES[op.main_params]
 
 
 def _gathered_bytes(member: Modules, holdings: Holdings) -> int:
     inside = [h for h in holdings.all if h.unit and not h.unit.root and h.modules.within(member)]
-    return sum(len(h.modules) * h.whole(None) for h in inside) // len(member)
+    return sum(len(h.modules) * h.gathered_bytes(None) for h in inside) // len(member)

@@ -172,7 +172,7 @@ def _item_rows(group: tokens.BracketGroup, indent: int) -> list[_Row]:
     rows: list[_Row] = []
     for item in group.items:
         rows += [_Row(indent=indent, text="", comment=c) for c in item.lead]
-        made = _render(item.parts, indent, end="," if group.listed else "")
+        made = _render(item.parts, indent, end="," if group.is_list else "")
         made[-1] = replace(made[-1], comment=item.trailing)
         rows += made
     return [*rows, *(_Row(indent=indent, text="", comment=c) for c in group.tail)]
@@ -188,7 +188,7 @@ def _flat(parts: Sequence[tokens.TokenOrGroup]) -> str:
         if isinstance(part, tokens.PlanToken):
             text += part.text
         else:
-            comma = ", " if part.listed else " "
+            comma = ", " if part.is_list else " "
             text += part.open.text + comma.join(_flat(i.parts) for i in part.items)
             text += part.close.text
     return text

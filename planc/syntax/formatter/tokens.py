@@ -76,7 +76,7 @@ class BracketGroup:
     close: PlanToken
 
     @property
-    def listed(self) -> bool:
+    def is_list(self) -> bool:
         """Whether the items are separated by commas."""
         return self.call or self.open.kind == "LSQB"
 
@@ -214,7 +214,7 @@ class TokenReader:
                 item.pending = []
                 group.items.append(item)
                 item = BracketItem()
-            elif token.kind in ("AND", "OR") and not group.listed:
+            elif token.kind in ("AND", "OR") and not group.is_list:
                 group.items.append(item)
                 item = BracketItem(lead=item.pending)
                 item.parts.append(self.take())

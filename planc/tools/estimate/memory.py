@@ -111,7 +111,7 @@ class _Rank:
         early = self.rest() if self.whole or work.micro_batches == 1 else held
         first, later = self.in_flight()
         most = self.fullest(first)
-        usual = self.fullest(moment.inside for moment in first)
+        usual = self.fullest(moment.after_backward for moment in first)
         before = (*early, *self.grown_at(most))
         loss = (*before, *self.activations(most), *self.resident(), *self.beside_loss())
         inner = (*self.resident(every=False), *self.gathered(), *self.recomputed_items())
@@ -122,7 +122,7 @@ class _Rank:
             Moment(name="backward of a layer", items=backward),
         ]
         if later:
-            most = self.fullest(moment.inside for moment in later)
+            most = self.fullest(moment.after_backward for moment in later)
             again = self.recomputed_again(most.begins.chunk)
             passing = (*early, *self.grown_at(most), *self.inside(weights=True))
             waited = (*passing, *self.activations(most), *self.resident(), *again)

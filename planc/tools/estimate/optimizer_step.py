@@ -62,7 +62,7 @@ def update_of(
     buckets = [*buckets_of(stage, step)]
     exchanged = (
         Collective(kind=one.kind, size=one.size or 0, group=group(*one.axes), count=one.times)
-        for one in (bucket.sent for bucket in buckets)
+        for one in (bucket.communication for bucket in buckets)
         if one.axes
     )
     every = (turn for b in buckets for one in b.matrices for turn in _turns(one, step))
@@ -112,7 +112,7 @@ took 42 ms longer for 617M parameters (docs/how-to/optimizers.md)."""
 def _shards(holdings: Holdings, plan: Plan) -> Iterator[tuple[Parameter, int, int, OptimizerRule]]:
     """Each parameter of a rank, how many like it a rule steps, and the elements of a shard."""
     for held in holdings.all:
-        shard = held.sharded(holdings.ranks(held)) // DTYPE_BYTES[held.parameter.dtype]
+        shard = held.sharded_bytes(holdings.ranks(held)) // DTYPE_BYTES[held.parameter.dtype]
         for count, rule in _stepping_rules(held, plan):
             yield held.parameter, count, shard, rule
 

@@ -85,9 +85,9 @@ class Waiting:
         return own if _REDUCES.get(own) == one.kind else one.kind
 
     @property
-    def at(self) -> str:
+    def location(self) -> str:
         """The place in the plan: `backward of model.layers.3; tensor llama.plan:12`."""
-        return self.planned.at if self.planned else "not a call of the plan"
+        return self.planned.location if self.planned else "not a call of the plan"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +279,7 @@ def lines(found: Hang) -> Iterator[str]:
         first = some[0]
         yield ""
         yield f"{_ranks([one.rank for one in some])}: in {first.what}"
-        yield f"  {first.at}" + (f"; at {first.code}" if first.code else "")
+        yield f"  {first.location}" + (f"; at {first.code}" if first.code else "")
         for rank in first.awaited:
             yield f"  {_state(rank, found)}"
         yield from (f"  rank {one.rank} has ended with {one.error}" for one in some if one.error)
@@ -301,7 +301,7 @@ def lines(found: Hang) -> Iterator[str]:
 def _together(waits: Sequence[Waiting]) -> Iterator[list[Waiting]]:
     found: dict[object, list[Waiting]] = {}
     for one in waits:
-        found.setdefault((one.meets or one.rank, one.at, one.what), []).append(one)
+        found.setdefault((one.meets or one.rank, one.location, one.what), []).append(one)
     yield from found.values()
 
 
@@ -326,7 +326,7 @@ def _state(rank: int, found: Hang) -> str:
         return f"not there: rank {rank}, which has ended with {one.error}"
     if one.entry is None:
         return f"not there: rank {rank}, which is in no collective"
-    return f"not there: rank {rank}, which is in {one.what} ({one.at})"
+    return f"not there: rank {rank}, which is in {one.what} ({one.location})"
 
 
 def document(found: Hang) -> dict[str, Any]:

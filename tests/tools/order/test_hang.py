@@ -178,7 +178,7 @@ def test_the_sum_of_metrics_is_no_call_of_the_plan(planned):
     waits = with_sums(done, [replace(own, done=False)])
     found = hang.explain({0: waits}, *planned).ranks[0]
     assert found.what == "all-reduce of 4 int64 over dp_shard * tp"
-    assert found.at == "sum of run.metrics"
+    assert found.location == "sum of run.metrics"
 
 
 def test_a_message(planned):
