@@ -31,8 +31,8 @@ PARTICIPLES = re.compile(
 )
 NOUNS_AND_VERBS = {"need", "feed", "seed", "embed", "shared"}
 
-PARTICIPLES_AT_MOST = 96
-PREPOSITIONS_AT_MOST = 28
+PARTICIPLES_AT_MOST = 88
+PREPOSITIONS_AT_MOST = 23
 WORDS_AT_MOST = {
     "begin again": 8,
     "divide the experts": 18,

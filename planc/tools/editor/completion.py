@@ -54,7 +54,7 @@ def complete(judged: Judged, offset: int) -> tuple[str, tuple[Item, ...]]:
 def _items(at: Cursor, judged: Judged) -> Iterator[Item]:
     section = at.section
     if path := re.search(r"(\S+)<\w*$", at.before):
-        found = judged.selected(*at.blocks, _selector(path[1]))
+        found = judged.select_modules(*at.blocks, _selector(path[1]))
         yield from ((modules.module.cls, "class", str(modules)) for modules in found)
     elif at.typed.startswith("config."):
         yield from _fields(at.typed, judged)
@@ -96,7 +96,7 @@ def _modules(at: Cursor, judged: Judged) -> Iterator[Item]:
     if at.typed.startswith("$") and not dot:
         yield from _names(at, judged)
         return
-    for base in judged.selected(*at.blocks, *([_selector(above)] if dot else [])):
+    for base in judged.select_modules(*at.blocks, *([_selector(above)] if dot else [])):
         for child, inner in zip(base.module.children, base.children, strict=True):
             yield "*" if child.indices else child.name, "module", module_text(inner)
 

@@ -46,7 +46,7 @@ def _about(judged: Judged, offset: int) -> tuple[str, Span] | None:
             text = f"Judged for `{target.text}`: {reason}." if target else f"Not judged: {reason}."
         case ast.Selector():
             blocks = [n.target for n in around if isinstance(n, ast.Block) and n.target != node]
-            text = _modules(judged.selected(*blocks, node))
+            text = _modules(judged.select_modules(*blocks, node))
         case ast.Name():
             text = _name(node, judged) or _word(node.path, section)
         case ast.Call() if offset <= node.origin.start + len(node.name):
@@ -83,7 +83,7 @@ def _name(name: ast.Name, judged: Judged) -> str:
     if scope is None:
         return ""
     if not path.startswith("config.") and not scope.knows(path):
-        return _modules(judged.selected(ast.Selector(origin=name.origin, path=path)))
+        return _modules(judged.select_modules(ast.Selector(origin=name.origin, path=path)))
     value = evaluate(name, scope)
     definition, setting = scope.definitions.get(path), SETTINGS.get(path)
     if isinstance(value, Failed):
@@ -94,7 +94,7 @@ def _name(name: ast.Name, judged: Judged) -> str:
         text += f", {scope.facts.source(field)}" if field else " ranks"
         return f"{text}\n\n{setting.meaning}" if setting else text
     if isinstance(value, ast.Selector):
-        text += f"\n\n{_modules(judged.selected(value))}"
+        text += f"\n\n{_modules(judged.select_modules(value))}"
     text += f", {definition.given.origin.source.name}" if definition.given else ""
     comment = definition.origin.source.line(definition.origin.line).partition("#")[2].strip()
     return "\n\n".join(filter(None, (text, comment or (setting.meaning if setting else ""))))

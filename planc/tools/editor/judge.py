@@ -44,7 +44,7 @@ class Judged:
     def source(self) -> Source:
         return self.own.origin.source
 
-    def selected(self, *selectors: ast.Selector) -> tuple[Modules, ...]:
+    def select_modules(self, *selectors: ast.Selector) -> tuple[Modules, ...]:
         """The modules of a selector, inside those of the enclosing blocks, which come first."""
         if self.scope is None:
             return ()

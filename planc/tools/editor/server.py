@@ -204,7 +204,7 @@ class Server:
             found.append(action)
         return found
 
-    def initialized(self, _: Any) -> None:
+    def enter_folder(self, _: Any) -> None:
         """Names in a plan and in pyproject.toml are those of `planc` in the editor's folder."""
         if self.ls.workspace.root_path:
             os.chdir(self.ls.workspace.root_path)
@@ -224,7 +224,7 @@ def serve() -> None:
     triggers = lsp.CompletionOptions(trigger_characters=[".", "$", "<", "{", ",", '"'])
     ls.feature(lsp.TEXT_DOCUMENT_COMPLETION, triggers)(partial(server.completion))
     for name, answer in {
-        lsp.INITIALIZED: server.initialized,
+        lsp.INITIALIZED: server.enter_folder,
         lsp.TEXT_DOCUMENT_DID_OPEN: server.changed,
         lsp.TEXT_DOCUMENT_DID_CHANGE: server.changed,
         lsp.TEXT_DOCUMENT_DID_SAVE: server.saved,

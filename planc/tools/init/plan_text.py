@@ -78,7 +78,7 @@ class Draft:
         return bool(self.base) and self.checkpoint and wrapped
 
     @property
-    def own(self) -> list[str]:
+    def own_blocks(self) -> list[str]:
         """The lists whose units and checkpoints the plan states itself."""
         return [p for p in self.blocks if not self.fits or TOWER.search(p)]
 
@@ -206,7 +206,7 @@ def _fsdp(draft: Draft) -> Iterator[str]:
     lines: list[str] = [] if draft.fits else [_PRECISION]
     for path, name in draft.names.items():
         classes = draft.units.get(path)
-        if path not in draft.called or path not in draft.own:
+        if path not in draft.called or path not in draft.own_blocks:
             continue
         if classes is None:
             lines.append(f"{name} : unit(reshard = except_last)")

@@ -37,7 +37,7 @@ class Link:
 def measure_links(lowered: Lowered, ranks: Peers) -> list[Link]:
     """The links of this rank. Every rank calls it, and `distributed` is started."""
     names, sizes = zip(*((axis.name, axis.size) for axis in lowered.axes), strict=True)
-    ranks.at("making the mesh")
+    ranks.report_activity("making the mesh")
     mesh = init_device_mesh(device(), sizes, mesh_dim_names=names)
     found = []
     for axis in wide(lowered):
@@ -45,7 +45,9 @@ def measure_links(lowered: Lowered, ranks: Peers) -> list[Link]:
         members = tuple(distributed.get_process_group_ranks(group))
         times = []
         for size in SIZES[device()]:
-            ranks.at(f"all-reduce of {phrases.size(size)} on {axis.name} {list(members)}")
+            ranks.report_activity(
+                f"all-reduce of {phrases.size(size)} on {axis.name} {list(members)}"
+            )
             times.append(_all_reduce(torch.ones(size // 4, device=device()), group))
         found.append(Link(axis.name, members, tuple(times)))
     return found

@@ -59,7 +59,7 @@ class Peers:
 
     def start(self) -> None:
         """Begins to give signs of life, and to watch for those of others."""
-        self.at(self.doing)
+        self.report_activity(self.doing)
         stores = [self.store.clone() for _ in range(2)]
         loops: list[Callable[[], None]] = [
             partial(self._beat, stores[0]),
@@ -80,12 +80,12 @@ class Peers:
     def seconds(self) -> float:
         return time.monotonic() - self.began
 
-    def at(self, doing: str) -> None:
+    def report_activity(self, doing: str) -> None:
         """Says what this rank does now."""
         self.doing = doing
         self.store.set(f"at/{self.rank}", json.dumps([doing, self._host]))
 
-    def failed(self, error: str) -> None:
+    def report_failure(self, error: str) -> None:
         """Says that this rank cannot go on; rank 0 ends all, unless it misses another rank first,
         which may be why.
         """

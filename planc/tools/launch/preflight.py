@@ -120,10 +120,10 @@ def preflight(
     ranks: Peers, compiled: Callable[[Sink], Compiled], asked: Wanted, report: Report
 ) -> None:
     """Checks this job; every rank calls it, and that of rank 0 fills its report."""
-    ranks.at("reading the plan")
+    ranks.report_activity("reading the plan")
     plan = compiled(report.sink)
     error = next((d.one_line for d in report.sink if d.severity is Severity.ERROR), "")
-    ranks.at("reading files")
+    ranks.report_activity("reading files")
     own = facts(plan.digest, error, asked.files, asked.compare, asked.save)
     report.lowered = plan.lowered
     report.sink = Sink() if plan.lowered else report.sink  # of all ranks
@@ -138,9 +138,9 @@ def preflight(
         try:
             _together(ranks, plan, asked, report)
         except Exception as error:  # often because another rank is gone
-            ranks.failed(first_line(error))
+            ranks.report_failure(first_line(error))
             raise
-        ranks.at("leaving the process group")
+        ranks.report_activity("leaving the process group")
         distributed.destroy_process_group()
     report.seconds = ranks.seconds
 
@@ -158,7 +158,7 @@ def _together(ranks: Peers, plan: Compiled, asked: Wanted, report: Report) -> No
 
 def _links(lowered: Lowered, ranks: Peers) -> list[list[Link]]:
     """The links of all ranks, on rank 0."""
-    ranks.at("starting the process group")
+    ranks.report_activity("starting the process group")
     _start(ranks)
     own = links.measure_links(lowered, ranks)
     told = ranks.gather("links", [asdict(link) for link in own])

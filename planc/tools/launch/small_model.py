@@ -77,7 +77,7 @@ def train(compiled: Compiled, ranks: Peers, *, allow_code: bool) -> SmallModelRu
         seconds=ranks.limit,
         code=compiled.facts.code if compiled.facts else "",
     )
-    ranks.at("training the proxy model")
+    ranks.report_activity("training the proxy model")
     began = ranks.seconds
     found: dict[str, Any] = {"rank": ranks.rank, "device": device()}
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False

@@ -69,7 +69,7 @@ class Candidate:
         return _axes(self.mesh)
 
     @property
-    def named(self) -> str:
+    def label(self) -> str:
         return _label(self.mesh, self.words, self.micro_batches)
 
     @property
@@ -152,7 +152,7 @@ class Candidates:
         choice = self.space.alike(self.space.probe(sizes, LEANEST))
         if choice.sizes not in self._legal:
             sink = Sink()
-            lowered = self.compiled(choice, sink).lowered
+            lowered = self.compile(choice, sink).lowered
             runs = Step(lowered=lowered).runs if lowered else 1
             self._legal[choice.sizes] = _first_error(sink), runs
         found, runs = self._legal[choice.sizes]
@@ -180,7 +180,7 @@ class Candidates:
                 return role
         return None
 
-    def compiled(self, choice: Choice, sink: Sink) -> compiler.Compiled:
+    def compile(self, choice: Choice, sink: Sink) -> compiler.Compiled:
         """The choice's plan, without the requirements, with all checks."""
         size = self.space.world_size
         return compiler.compile(self._files(choice, sink), self.facts, sink, world_size=size)
@@ -290,12 +290,12 @@ class Candidates:
     def _usable(self) -> float:
         return usable(self.hardware, self.stack)
 
-    def timed(self, found: Candidate) -> Candidate | None:
+    def balance_stages(self, found: Candidate) -> Candidate | None:
         """The candidate with stages that take as much time each; None where it has no stages, or
         is no slower.
         """
         rows = self._rows(found)
-        choice = rows and self.space.timed(found.choice, rows)
+        choice = rows and self.space.balance_stages(found.choice, rows)
         other = self._change(found, choice) if choice else None
         return other if other and other.seconds < found.seconds else None
 
@@ -307,15 +307,15 @@ class Candidates:
         if not rows or not self.space.checkpoints(found.choice):
             return None
 
-        def of(step: int) -> Candidate | None:
+        def with_step(step: int) -> Candidate | None:
             budget = (step / STEPS, rows, self.batch.sequence)
             return self._change(found, replace(found.choice, save="", budget=budget))
 
         low, high = LEAST, STEPS
-        best = of(low)
+        best = with_step(low)
         while best and high - low > 1:
             middle = (low + high) // 2
-            if more := of(middle):
+            if more := with_step(middle):
                 best, low = more, middle
             else:
                 high = middle
@@ -337,9 +337,9 @@ class Candidates:
     def verify(self, found: Candidate) -> Candidate | None:
         """The candidate as its plan is estimated, if that compiles without errors and fits."""
         sink = Sink()
-        compiled = self.compiled(found.choice, sink)
+        compiled = self.compile(found.choice, sink)
         if compiled.lowered is None or compiled.applied is None:
-            self.tally.exclude(*(_first_error(sink) or ("it does not compile", found.named)))
+            self.tally.exclude(*(_first_error(sink) or ("it does not compile", found.label)))
             return None
         batch = replace(self.batch, micro_batches=found.micro_batches)
         work = PlanWork(*compiled.applied, batch, self.stack, self.optimizer)
@@ -347,7 +347,7 @@ class Candidates:
         exact = replace(found, estimate=estimate(load, self.hardware, self.stack))
         if exact.estimate.fits:
             return replace(exact, text=laid_out(self.space.text(found.choice)))
-        if not exact.violated and self._too_large(exact.estimate.fullest.peak, exact.named):
+        if not exact.violated and self._too_large(exact.estimate.fullest.peak, exact.label):
             self.tally.nearest = exact
         return None
 

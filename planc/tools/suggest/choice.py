@@ -111,20 +111,20 @@ class Space:
     requires: tuple[str, ...] = ()
 
     @property
-    def rest(self) -> MeshAxis:
+    def rest_axis(self) -> MeshAxis:
         """The axis that takes the ranks that the others leave."""
         data = [a for a in self.axes if a.role is AxisRole.DATA]
         return next((a for a in self.axes if a.inferred), (data or list(self.axes))[-1])
 
     def meshes(self) -> Iterator[Sizes]:
         """Every mesh whose product is the world size, with one rank along the extended axes."""
-        others = [a for a in self.axes if a.name != self.rest.name]
+        others = [a for a in self.axes if a.name != self.rest_axis.name]
         for sizes in product(*(self._sizes(a) for a in others)):
             yield from self._complete_sizes({a.name: s for a, s in zip(others, sizes, strict=True)})
 
     def _complete_sizes(self, given: Mapping[str, int]) -> Iterator[Sizes]:
         """The sizes with that of the rest, if the world size is a multiple of their product."""
-        rest, ranks = self.rest, {a.name for a in self.axes if a.name != self.rest.name}
+        rest, ranks = self.rest_axis, {a.name for a in self.axes if a.name != self.rest_axis.name}
         left, over = divmod(self.world_size, prod(n for name, n in given.items() if name in ranks))
         if over or self.fixed.get(rest.name, left) != left:
             return
@@ -143,7 +143,7 @@ class Space:
         """The meshes with another size of one of the extended axes: for each axis those with more
         ranks and those with fewer, the nearest first.
         """
-        for axis in (a for a in self.axes if a.role in EXTENDED and a.name != self.rest.name):
+        for axis in (a for a in self.axes if a.role in EXTENDED and a.name != self.rest_axis.name):
             others = list(self._resize(sizes, axis))
             here = dict(sizes).get(axis.name, 1)
             yield [o for o in others if dict(o)[axis.name] > here]
@@ -172,7 +172,7 @@ class Space:
 
     def alike(self, choice: Choice) -> Choice:
         """The choice without replicas: what one rank computes and keeps is the same."""
-        if not self.rest.inferred or self.rest.name in self.fixed:
+        if not self.rest_axis.inferred or self.rest_axis.name in self.fixed:
             return choice
         data = {a.name for a in self.axes if a.role is AxisRole.DATA} - set(self.fixed)
         sizes = tuple((n, 1 if n in data else size) for n, size in choice.sizes)
@@ -180,7 +180,10 @@ class Space:
 
     def mesh(self, sizes: Sizes) -> Mesh:
         """The plan's mesh with other sizes."""
-        rest, given = self.rest.name, dict.fromkeys((a.name for a in self.axes), 1) | dict(sizes)
+        rest, given = (
+            self.rest_axis.name,
+            dict.fromkeys((a.name for a in self.axes), 1) | dict(sizes),
+        )
         ranks = (given[a.name] for a in self.axes if a.name != rest)
         given[rest] = self.world_size // prod(ranks)
         made = (*self.sizing, *self.optional)
@@ -219,7 +222,7 @@ class Space:
                 if value != options.get(name, self.defaults.get(name))
             )
 
-    def timed(self, choice: Choice, rows: int) -> Choice | None:
+    def balance_stages(self, choice: Choice, rows: int) -> Choice | None:
         """A choice with stages that take as much time each, for passes of so many rows; None where
         its stages cannot be cut so.
         """

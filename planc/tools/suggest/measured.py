@@ -160,7 +160,7 @@ def run_first(
             usable = one.estimate.usable
             if counted and counted > usable:
                 reason = f"run, needs more than the usable {usable / GIB:.1f} GiB"
-                candidates.tally.exclude(reason, f"{one.named}: {counted / GIB:.1f} GiB")
+                candidates.tally.exclude(reason, f"{one.label}: {counted / GIB:.1f} GiB")
                 continue
             left -= bool(left)
             yield replace(one, counted=counted)
@@ -169,7 +169,7 @@ def run_first(
 def _count(
     candidates: Candidates, one: Candidate, request: Request, runner: RankRunner
 ) -> float | None:
-    compiled = candidates.compiled(one.choice, Sink())
+    compiled = candidates.compile(one.choice, Sink())
     if compiled.applied is None:
         return None
     batch = replace(candidates.batch, micro_batches=one.micro_batches)

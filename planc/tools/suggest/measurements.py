@@ -72,7 +72,7 @@ class Measured:
     made: Answer
 
     @property
-    def timed(self) -> Iterator[Timed]:
+    def timings(self) -> Iterator[Timed]:
         """The times of a step that were measured."""
         if self.seconds is not None:
             yield Timed(self.made.work, self.seconds)
@@ -175,10 +175,10 @@ def _judge(rows: Sequence[Measured], path: Path, sink: Sink) -> None:
     """Reports PL718."""
     times: dict[tuple[str, ...], list[float]] = {}
     for row in rows:
-        for one in row.timed:
+        for one in row.timings:
             times.setdefault((*row.setting, "compute" * one.alone), []).append(one.seconds)
     if len(times) < ROWS:
-        timed = " with seconds" * (not all([*row.timed] for row in rows))
+        timed = " with seconds" * (not all([*row.timings] for row in rows))
         sink.error(
             "PL718",
             f"{path} has {len(times)} settings{timed}, and {len(CONSTANTS)} constants are fitted",
@@ -197,7 +197,7 @@ def _judge(rows: Sequence[Measured], path: Path, sink: Sink) -> None:
 def fit(rows: Sequence[Measured], name: str) -> Hardware:
     """The profile of the rows with constants that are nearest to them."""
     first = rows[0].made
-    measured = [one for row in rows for one in row.timed]
+    measured = [one for row in rows for one in row.timings]
     found = calibrate(first.hardware, first.stack, measured)
     changed = {n for n in CONSTANTS if getattr(found, n) != getattr(first.hardware, n)}
     own = dict.fromkeys(changed, f"fitted to {len(measured)} measured steps")
@@ -253,7 +253,7 @@ def report(rows: Sequence[Measured], profile: Hardware) -> Iterator[str]:
     """The errors before and after, and the constants that changed."""
     stack, before = rows[0].made.stack, rows[0].made.hardware
     for words, machine in (("before", before), ("after", profile)):
-        timed = [one for row in rows for one in row.timed]
+        timed = [one for row in rows for one in row.timings]
         errors = sorted(abs(one.ratio(machine, stack) - 1) for one in timed)
         yield f"{words}: time error median {median(errors):.1%}, worst {errors[-1]:.1%}"
     peaks = [abs(r.made.estimate.fullest.peak / GIB / r.gib - 1) for r in rows if r.gib]

@@ -77,7 +77,7 @@ def search(
     )
     order = sorted(ranked.values(), key=lambda c: (c.seconds, len(space.text(c.choice))))
     best = sorted(islice(_select_named(candidates, order), NAMED), key=lambda c: c.seconds)
-    for refined in (candidates.timed, *((candidates.with_budget,) if budgets else ())):
+    for refined in (candidates.balance_stages, *((candidates.with_budget,) if budgets else ())):
         more = filter(None, map(refined, best[:REFINED]))
         best = sorted((*best, *more), key=lambda c: c.seconds)[:NAMED]
     costs = {

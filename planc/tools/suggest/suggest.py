@@ -316,7 +316,7 @@ def _nothing(tally: Tally, sink: Sink) -> None:
         "PL712",
         f"none of {tally.tried:,} plans can be used: {needs}",
         facts=(
-            *((f"the leanest: {near.named}",) if near else ()),
+            *((f"the leanest: {near.label}",) if near else ()),
             *(f"{n.count:,} x {reason}: {n.example}" for reason, n in excluded.items()),
         ),
         help=help,

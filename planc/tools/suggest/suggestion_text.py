@@ -92,7 +92,7 @@ def _cost(best: Candidate, other: Candidate | None) -> str:
     if other is None or other.seconds >= best.seconds:
         return "nothing"
     return (
-        f"{best.seconds / other.seconds - 1:.1%}: without it {other.named}, {other.seconds:.3f} s"
+        f"{best.seconds / other.seconds - 1:.1%}: without it {other.label}, {other.seconds:.3f} s"
     )
 
 

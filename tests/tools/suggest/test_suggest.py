@@ -83,7 +83,7 @@ def test_the_best_of_every_choice_is_found():
     for sizes in space.meshes():
         for choice in space.choices(sizes):
             for other in (choice, *space.variations(choice)):
-                compiled = candidates.compiled(other, Sink())
+                compiled = candidates.compile(other, Sink())
                 if compiled.lowered and (one := candidates.candidate(other)):
                     found.append(one)
     best = min(found, key=lambda c: c.seconds)
@@ -123,7 +123,7 @@ def test_what_is_computed_without_replicas_is_what_the_plan_says():
             quick = candidates.candidate(choice)
             exact = quick and candidates.verify(quick)
             if exact:
-                assert (exact.seconds, exact.peak) == (quick.seconds, quick.peak), quick.named
+                assert (exact.seconds, exact.peak) == (quick.seconds, quick.peak), quick.label
                 checked += 1
     assert checked > 40
 
@@ -277,13 +277,13 @@ def test_stages_of_equal_time_where_that_is_faster():
     for pp in (1, 4):
         sizes = dict(pp=pp, dp_replicate=1, cp=4, tp=2)
         found[pp] = candidates.candidate(space.probe(tuple(sizes.items()), {"recompute": False}))
-    timed = candidates.timed(found[4])
+    timed = candidates.balance_stages(found[4])
     assert timed.seconds < found[4].seconds
     assert dict(timed.choice.options)["stages"] == "balanced"
     assert '"balanced"' in timed.text and "= 8192" in timed.text
-    assert candidates.timed(found[1]) is None
+    assert candidates.balance_stages(found[1]) is None
     candidates.space = replace(space, fixed={**space.fixed, "stages": "work"})
-    assert candidates.timed(found[4]) is None
+    assert candidates.balance_stages(found[4]) is None
 
 
 @pytest.mark.parametrize(
