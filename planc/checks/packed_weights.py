@@ -58,7 +58,9 @@ def _uneven(rule: TensorRule, parameter: Parameter, split: Split, plan: Plan, si
         )
         advice = "give the size of each part: `parts = [a, b, c]`"
     else:
-        what = f"a part of {bad:,}" if split.packed else f"{bad:,} pairs" if parts != 1 else "dim"
+        what = (
+            f"a part of {bad:,}" if split.is_packed else f"{bad:,} pairs" if parts != 1 else "dim"
+        )
         what = f"dim {split.dim}, of {bad:,}," if what == "dim" else what
         message = f"{what} of {name} cannot be split over {rule.axis} = {over}"
         choices = [n for n in queries.divisors(min(sizes), 64) if not any(s % n for s in sizes)]

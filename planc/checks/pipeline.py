@@ -58,7 +58,7 @@ def _schedule(plan: Plan, op: Pipeline, sink: Sink) -> None:
         return
     count, said = op.microbatches, op.origin_of("microbatches") or op.origin
     label = Label(span=said, text=f"{count} microbatch{'es' * (count > 1)}")
-    if not terms.filled(count, op.stages):
+    if not terms.is_filled(count, op.stages):
         message = f"{op.schedule} takes at least as many microbatches as stages"
         hint = f"use {op.stages} or more, or `schedule = gpipe`"
         sink.error("PL561", message, label, *labels, help=hint)
@@ -90,7 +90,7 @@ def _without_training(plan: Plan, facts: Facts, op: Pipeline) -> Iterator[tuple[
         return
     trained = [own.modules for own in owned(plan, facts) if own.trained]
     for stage in range(op.stages):
-        if any(modules.within(part) for modules in trained for part in op.held(stage)):
+        if any(modules.within(part) for modules in trained for part in op.stage_modules(stage)):
             continue
         if section:
             text = f"stage {stage} has no adapter, and nothing to train"

@@ -259,7 +259,7 @@ def _misalignment(
     if split is None:
         return None
     size = weight.shape[split.dim]
-    sizes = part_sizes(split, size) if split.packed else (size,)
+    sizes = part_sizes(split, size) if split.is_packed else (size,)
     inner = weight.shape[1] if split.dim == 0 else 1  # numbers that a step along the dim passes
     for size in sizes:
         if size % count or size // count * inner % block:

@@ -310,7 +310,7 @@ def _together(changes: Iterable[tuple[Change, int]]) -> tuple[Change, ...]:
         for family in families.values():
             for paths in phrases.chunks(list(family)):
                 like = tuple(family[p] for p in sorted(paths))
-                result.append(replace(content, modules=like, subject=phrases.braced(paths)))
+                result.append(replace(content, modules=like, subject=phrases.merge_paths(paths)))
     return tuple(sorted(result, key=_order))
 
 

@@ -39,7 +39,7 @@ def local_slices(
             dims.setdefault(split.dim, []).append((split, plan.mesh.size(rule.axis)))
     found = {}
     for dim, splits in dims.items():
-        packed = next((split for split, _ in splits if split.packed), None)
+        packed = next((split for split, _ in splits if split.is_packed), None)
         sizes = part_sizes(packed, shape[dim]) if packed else (shape[dim],)
         for _, count in splits:
             sizes = tuple(-(-size // count) for size in sizes)

@@ -574,4 +574,8 @@ class Plan(Meaning):
 
     def dtype(self, parameter: Parameter) -> str:
         """The parameter's dtype after `load`."""
-        return parameter.dtype if self.load is None or self.adapted else self.load.kept(parameter)
+        return (
+            parameter.dtype
+            if self.load is None or self.adapted
+            else self.load.dtype_after_load(parameter)
+        )

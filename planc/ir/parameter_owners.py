@@ -74,7 +74,7 @@ def stepped(plan: Plan, facts: Facts) -> dict[str, int]:
     under each of its names.
     """
     backend = plan.fsdp.backend if plan.fsdp else None
-    main = backend.optimized if backend else None
+    main = backend.optimizer_dtype if backend else None
     counts: dict[str, int] = {}
     for own in owned(plan, facts):
         for parameter in own.modules.module.parameters:

@@ -23,7 +23,7 @@ def with_copies(op: Pipeline, facts: Facts) -> Pipeline:
         op: its blocks, bounds, inputs and outputs.
         facts: the model with these modules.
     """
-    held = [op.held(stage) for stage in range(op.stages)]
+    held = [op.stage_modules(stage) for stage in range(op.stages)]
     found: dict[tuple[int, ...], tuple[list[str], list[Modules]]] = {}
     for names in facts.ties:
         owners = [facts.find(name)[0] for name in names]

@@ -25,7 +25,7 @@ def of_ranks(plan: ir.Plan, facts: Facts) -> Iterator[tuple[ir.Plan, Facts]]:
     for rank in range(ranks):
         own = stages_of_rank(op.schedule, rank, ranks, op.stages)
         mine = replace(op, own=own)
-        gone, kept = tuple(elsewhere(mine)), mine.kept
+        gone, kept = tuple(elsewhere(mine)), mine.shared_modules
         left = _with_kept(plan, plan.placed(partial(_remaining_modules, gone, kept)), gone, kept)
         rule = replace(plan.pipeline, op=mine)
         yield replace(left, pipeline=rule), _facts_without(facts, gone, kept)
@@ -35,7 +35,7 @@ def elsewhere(op: Pipeline) -> Iterator[Modules]:
     """The modules that other ranks hold; parts of them may be shared with this one."""
     for stage, modules in ((0, op.inputs), (op.stages - 1, op.outputs)):
         if stage not in op.own:
-            yield from (part for m in modules for part in m.outside(op.kept))
+            yield from (part for m in modules for part in m.outside(op.shared_modules))
     gone = Indices.all(op.bounds[-1])
     for stage in op.own:
         gone -= op.blocks_of(stage)

@@ -227,7 +227,7 @@ def _fitting(step: Step, role: AxisRole) -> str:
     fitting = [
         n
         for n in divisors(count // step.micro_batches)
-        if terms.filled(n, pipeline.stages) and terms.rounds(n, ranks)
+        if terms.is_filled(n, pipeline.stages) and terms.rounds(n, ranks)
     ]
     nearest = min(fitting, key=lambda n: (abs(n - pipeline.microbatches), -n), default=None)
     return f"`microbatches = {nearest}` fits; or " if nearest else ""

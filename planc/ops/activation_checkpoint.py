@@ -96,12 +96,12 @@ def _table() -> dict[str, bool]:
     return known
 
 
-def listed(name: str) -> bool:
+def has_operator_list(name: str) -> bool:
     """Whether planc has a list of the operators in the name's namespace."""
     return name.partition(".")[0] in ("aten", "_c10d_functional")
 
 
-def seen(name: str) -> bool | None:
+def is_dispatched(name: str) -> bool | None:
     """Whether a dispatch mode sees the operator; None where torch has no operator of that name."""
     return _table().get(name)
 

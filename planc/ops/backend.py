@@ -86,7 +86,7 @@ class Backend(base.Op):
     gathered: base.Count = 0
 
     @classmethod
-    def installed(cls) -> Iterator[type[Backend]]:
+    def all_installed(cls) -> Iterator[type[Backend]]:
         """The classes of all installed backends."""
         return map(backend, names())
 
@@ -114,7 +114,7 @@ class Backend(base.Op):
         return (*self.shard, *self.replicate)
 
     @property
-    def optimized(self) -> str | None:
+    def optimizer_dtype(self) -> str | None:
         """The dtype of separate weights that the optimizer steps; None for the model's own."""
         return None
 

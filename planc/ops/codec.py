@@ -150,7 +150,9 @@ class Tagged:
         """The kinds by name, operations in the order of their phases; a class that others extend
         stands for those that are installed.
         """
-        every = (cls.installed() if hasattr(cls, "installed") else (cls,) for cls in self.members)
+        every = (
+            cls.all_installed() if hasattr(cls, "all_installed") else (cls,) for cls in self.members
+        )
         kinds = [cls for classes in every for cls in classes]
         return {kind_of(c): _record(c) for c in sorted(kinds, key=lambda c: getattr(c, "PHASE", 0))}
 

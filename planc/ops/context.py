@@ -74,7 +74,7 @@ class KeysOp(Op):
         several = self.ulysses if self.ulysses > 1 else None
         return call.given(attention=self.attention, ulysses=several)
 
-    def said(self, mesh: AxisSizes | None) -> str:
+    def exchange_text(self, mesh: AxisSizes | None) -> str:
         """`ring attention over cp = 8, Ulysses all-to-all among 2 ranks`."""
         text = f"{_EXCHANGES[self.attention]} over {phrases.axes((self.axis,), mesh)}"
         among = f", Ulysses all-to-all among {self.ulysses} ranks"
@@ -187,7 +187,7 @@ class ContextParallel(KeysOp):
             text = "" if self.patches == ALONE else ", and all text"
             tokens = f"each rank has a run of the patches{text}"
         tokens += " behind the images" if self.holder else ""
-        return f"{self.said(mesh)}{states}, {tokens}"
+        return f"{self.exchange_text(mesh)}{states}, {tokens}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,4 +218,4 @@ class Attend(KeysOp):
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
 
     def headline(self, mesh: AxisSizes | None = None) -> str:
-        return self.said(mesh)
+        return self.exchange_text(mesh)

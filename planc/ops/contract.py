@@ -201,7 +201,7 @@ class Split:
     interleaved: bool = False
 
     @property
-    def packed(self) -> bool:
+    def is_packed(self) -> bool:
         """Whether a rank's shard consists of several slices."""
         return self.parts != 1 and not self.interleaved
 

@@ -16,7 +16,7 @@ def _replication_text(axes: tuple[str, ...]) -> str:
     return f"replicated over {phrases.axes(axes)}" if axes else "not replicated"
 
 
-def resharded(value: bool | int) -> str:
+def reshard_text(value: bool | int) -> str:
     """Says what a unit does with its gathered parameters after the forward pass."""
     if value is True:
         return "reshard after forward"
@@ -26,7 +26,7 @@ def resharded(value: bool | int) -> str:
 WORDS: base.Words = {
     "shard": ("over", lambda axes: phrases.axes(axes) or "none"),
     "replicate": ("", _replication_text),
-    "reshard": ("", resharded),
+    "reshard": ("", reshard_text),
     "param": ("parameters", phrases.value),
     "reduce": ("gradients", phrases.value),
     "cast_inputs": ("cast inputs", phrases.value),
@@ -212,7 +212,7 @@ class FullyShard(base.Op):
 
     @property
     def resharding(self) -> str:
-        return resharded(self.reshard)
+        return reshard_text(self.reshard)
 
     @classmethod
     def section(cls, ops: Sequence[Self], mesh: base.AxisSizes) -> Iterator[str]:

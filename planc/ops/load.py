@@ -35,7 +35,7 @@ class Load(Op):
     block: tuple[int, ...] = field(default=(), metadata=OMIT)
     fp32: tuple[Modules, ...] = field(default=(), metadata=OMIT)
 
-    def kept(self, parameter: Parameter) -> str:
+    def dtype_after_load(self, parameter: Parameter) -> str:
         """The parameter's dtype after `load`."""
         if self.dtype is None:
             return parameter.dtype

@@ -37,7 +37,7 @@ from planc.ops.decisions import Decision, Question
 from planc.ops.requirements import Requirement
 
 
-def spelled(segment: Segment) -> str:
+def segment_pattern(segment: Segment) -> str:
     """A name, or a set of indices such as `([0-9]|[12][0-9]|3[01])`, as a regular expression."""
     if isinstance(segment, str):
         return re.escape(segment)
@@ -69,9 +69,9 @@ def either(parts: Iterable[str]) -> str:
 def pattern_of(every: Iterable[Modules]) -> str:
     last: dict[tuple[Segment, ...], list[str]] = {}
     for members in every:
-        last.setdefault(members.path[:-1], []).append(spelled(members.path[-1]))
+        last.setdefault(members.path[:-1], []).append(segment_pattern(members.path[-1]))
     return "|".join(
-        r"\.".join([*map(spelled, path), names[0] if len(names) == 1 else either(names)])
+        r"\.".join([*map(segment_pattern, path), names[0] if len(names) == 1 else either(names)])
         for path, names in last.items()
     )
 

@@ -210,7 +210,7 @@ class Lowered(InNotebooks):
         return any(isinstance(op, kinds) for op in self.ops)
 
     @property
-    def rooted(self) -> bool:
+    def has_root_unit(self) -> bool:
         """Whether the model itself is a unit of FSDP, with all other units inside."""
         return any(not modules.path for op in self.every(FullyShard) for modules in op.members)
 
@@ -247,7 +247,7 @@ class Lowered(InNotebooks):
         return tuple(a.name for a in self.axes if a.name in self.data and a.size > 1)
 
     @property
-    def averaged(self) -> tuple[str, ...]:
+    def averaged_axes(self) -> tuple[str, ...]:
         """The axes that gradients are averaged over: data and sequence axes."""
         units = [op for op in self.ops if isinstance(op, FullyShard | Backend)]
         names = {name for op in units for name in (*op.shard, *op.replicate)}
@@ -261,7 +261,7 @@ class Lowered(InNotebooks):
         """The divisor of gradients, if it does not make them the mean over data ranks, as a phrase;
         else an empty text.
         """
-        ranks = self.axis_size(*self.averaged)
+        ranks = self.axis_size(*self.averaged_axes)
         divide = next((op for op in self.every(Divide) if not op.units), None)
         if divide is None or divide.factor == ranks:
             return ""
@@ -275,7 +275,7 @@ class Lowered(InNotebooks):
             experts=experts.sizes if experts else {},
             expert_axes=experts.axes if experts else (),
             fills=fills,
-            rooted=self.rooted,
+            rooted=self.has_root_unit,
         )
 
     def stride(self, axis: str) -> int:

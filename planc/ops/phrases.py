@@ -137,7 +137,7 @@ def together(paths: Iterable[str]) -> list[str]:
     groups: dict[str, list[str]] = {}
     for path in paths:
         groups.setdefault(parent(path), []).append(path)
-    return [braced(chunk) for group in groups.values() for chunk in chunks(group)]
+    return [merge_paths(chunk) for group in groups.values() for chunk in chunks(group)]
 
 
 def chunks(paths: Sequence[str]) -> Iterator[list[str]]:
@@ -151,7 +151,7 @@ def chunks(paths: Sequence[str]) -> Iterator[list[str]]:
     yield chunk
 
 
-def braced(paths: Sequence[str]) -> str:
+def merge_paths(paths: Sequence[str]) -> str:
     """Paths of one parent merged into one: `mlp.{gate,up}_proj`."""
     if len(paths) == 1:
         return paths[0]

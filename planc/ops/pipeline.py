@@ -51,7 +51,7 @@ class Terms(NamedTuple):
     fill: bool
     back: bool = False
 
-    def filled(self, microbatches: int, stages: int) -> bool:
+    def is_filled(self, microbatches: int, stages: int) -> bool:
         """Whether the microbatches are enough for the stages."""
         return not self.fill or microbatches >= stages
 
@@ -189,7 +189,7 @@ class Pipeline(Op):
         return (*((both,) if self.ties else ()), *self.copies)
 
     @property
-    def kept(self) -> tuple[Modules, ...]:
+    def shared_modules(self) -> tuple[Modules, ...]:
         """The modules of other stages that these ranks hold, as their own ones share parameters."""
         found = (m for some in self.shares if {*some.stages} & {*self.own} for m in some.modules)
         return tuple(dict.fromkeys(found))
@@ -231,7 +231,7 @@ class Pipeline(Op):
         parts = [f"{self.schedule} over {over}", f"{self.microbatches:,} microbatches"]
         return ", ".join([*parts, *(f"stages by {fact.value}" for fact in self._time_facts())])
 
-    def held(self, stage: int) -> tuple[Modules, ...]:
+    def stage_modules(self, stage: int) -> tuple[Modules, ...]:
         """The modules of a stage: its blocks and, at the ends, what is before and after them."""
         blocks = self.blocks.entries_in(self.blocks_of(stage))
         first = self.inputs if stage == 0 else ()

@@ -37,7 +37,7 @@ class SectionOp(Op):
     """An operation in the folder of a section; it names the section as `SECTION`."""
 
     @classmethod
-    def installed(cls) -> Iterator[type[Op]]:
+    def all_installed(cls) -> Iterator[type[Op]]:
         """The kinds of all sections, whose modules are imported only here."""
         return (kind for kinds in _KINDS.find_all(NAMES) for kind in kinds)
 

@@ -43,17 +43,17 @@ class _Definitions:
 
     made: dict[str, Schema] = field(default_factory=dict)
 
-    def of(self, shape: Shape) -> Schema:
+    def schema_of(self, shape: Shape) -> Schema:
         """The schema of one type, or a reference to it."""
         match shape:
             case Leaf():
                 return self._reference(shape.form, {**shape.form.schema})
             case Many():
-                body: Schema = {"type": "array", "items": self.of(shape.item)}
+                body: Schema = {"type": "array", "items": self.schema_of(shape.item)}
                 return self._reference(shape.form, {**body, **shape.form.schema})
             case Named():
-                body = {"propertyNames": self.of(shape.name)}
-                body["additionalProperties"] = self.of(shape.item)
+                body = {"propertyNames": self.schema_of(shape.name)}
+                body["additionalProperties"] = self.schema_of(shape.item)
                 return self._reference(shape.form, {"type": "object", **body, **shape.form.schema})
             case Either():
                 return self._reference(shape.form, self._either(shape))
@@ -72,7 +72,7 @@ class _Definitions:
 
     def _either(self, shape: Either) -> Schema:
         """The schema of a union of plain types: keywords of JSON Schema are for their own type."""
-        bodies = [self._resolve(self.of(s)) for s in (*shape.plain, shape.listed) if s]
+        bodies = [self._resolve(self.schema_of(s)) for s in (*shape.plain, shape.listed) if s]
         values = [v for body in bodies for v in body.get("enum", ())]
         if values:
             return {"enum": [*values, None]}
@@ -96,7 +96,7 @@ class _Definitions:
 
     def _record(self, record: Record, extra: Schema) -> Schema:
         if record.row:
-            items = [self.of(f.shape) for f in record.fields]
+            items = [self.schema_of(f.shape) for f in record.fields]
             count = {"minItems": len(items), "maxItems": len(items)}
             body: Schema = {"type": "array", "prefixItems": items, "items": False, **count}
         else:
@@ -112,7 +112,7 @@ class _Definitions:
             about = {"description": descriptions[each.name]} if each.name in descriptions else {}
             # a field that is omitted at its default must not state it
             omit = {"not": {"const": dump(each.default, each.shape)}} if each.omit else {}
-            properties[each.key] = {**about, **self.of(each.shape), **omit}
+            properties[each.key] = {**about, **self.schema_of(each.shape), **omit}
         return {
             "description": " ".join(summary.split()),
             "type": "object",

@@ -60,7 +60,7 @@ def _apply_adapters(facts: Facts, lowered: Lowered) -> Facts:
             four_bit = next(found, None)
             rule = AdapterRule(modules=layers, adapt=op, quantize=four_bit, origin=op.origin)
             rules.append(rule)
-    return with_adapters(facts, rules, lowered.load.kept) if rules else facts
+    return with_adapters(facts, rules, lowered.load.dtype_after_load) if rules else facts
 
 
 class _Question:
@@ -175,7 +175,7 @@ class _Question:
         times = self.plan.pipeline.times if self.plan and self.plan.pipeline else None
         for op in self.lowered.every(Pipeline):
             for stage in op.own:
-                if any(self.at.inside(held) is not None for held in op.held(stage)):
+                if any(self.at.inside(held) is not None for held in op.stage_modules(stage)):
                     line = op.origin_of("stages") or op.origin
                     what = f"{stage} of {op.stages}: {op.modules_of(stage)}"
                     yield self._reason(what, self.name, op, line)
@@ -328,7 +328,7 @@ class _Question:
         shard = kept_shape(local, placement, self.lowered)
         dtype = parameter.dtype
         if not self.lowered.has(Adapt):  # else the facts are cast already
-            dtype = self.lowered.load.kept(parameter)
+            dtype = self.lowered.load.dtype_after_load(parameter)
         computed = (unit.param if unit else None) or dtype
         trains = [op.trainable for op in self._freezing()]
         group = next((g for g in self.facts.ties if full in g), ())
@@ -365,7 +365,7 @@ def _join(path: str, name: str) -> str:
 
 def _spread(split: Split, shape: tuple[int, ...], ranks: int) -> tuple[tuple[int, int], ...]:
     """(ranks, size) along the sharded dim, each part cut as by `torch.chunk`; () where even."""
-    parts = part_sizes(split, shape[split.dim]) if split.packed else (shape[split.dim],)
+    parts = part_sizes(split, shape[split.dim]) if split.is_packed else (shape[split.dim],)
     chunks = [-(-size // ranks) for size in parts]
     cut = list(zip(parts, chunks, strict=True))
     # of each part, ranks have a whole chunk, then one has the rest, then none: any number of ranks

@@ -127,7 +127,7 @@ class Meshes:
         self._made = made
         self.root = made.root
         self._values = Values({"mesh": made.root}, {}, self.mesh_of, made.parts)
-        self._data, self._averaged = lowered.data, lowered.averaged
+        self._data, self._averaged = lowered.data, lowered.averaged_axes
         self._context = lowered.context()
         if lowered.data:
             self.part(*lowered.data)

@@ -101,7 +101,7 @@ class Run(InNotebooks):
 
         The first request creates a process group, so every rank must make it.
         """
-        return self.meshes.part(*self.lowered.averaged) if self.lowered.averaged else None
+        return self.meshes.part(*self.lowered.averaged_axes) if self.lowered.averaged_axes else None
 
     @property
     def data_size(self) -> int:

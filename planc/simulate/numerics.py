@@ -70,7 +70,7 @@ class InFloat64:
 def gradient_scale(lowered: Lowered) -> float:
     """The factor between the plan's gradients, with its `divide`, and mean gradients."""
     factors = [op.factor for op in lowered.every(Divide) if not op.units]
-    return lowered.axis_size(*lowered.averaged) / factors[-1] if factors else 1.0
+    return lowered.axis_size(*lowered.averaged_axes) / factors[-1] if factors else 1.0
 
 
 def parameters_by_name(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -56,7 +56,7 @@ def test_experts_on_ep_shard():
     apart = mixtral(MESH + section(f"{EXPERTS} : unit"), world=16)
     whole = next(op for op in apart.ops if isinstance(op, FullyShard))
     assert unit.nbytes * 2 == whole.nbytes and unit.gathered == whole.gathered
-    assert plan.averaged == apart.averaged == ("dp_replicate", "dp_shard")  # and never tp
+    assert plan.averaged_axes == apart.averaged_axes == ("dp_replicate", "dp_shard")  # and never tp
     assert plan.data == apart.data
     assert "on dp_shard * tp = 8, replicated over dp_replicate = 2" in text_of(plan, digest="0")
 

@@ -86,7 +86,7 @@ def test_head():
 
 @pytest.mark.parametrize(
     "kind",
-    [*(k for k in kinds() if k is not Backend), *Backend.installed()],
+    [*(k for k in kinds() if k is not Backend), *Backend.all_installed()],
     ids=lambda kind: kind.__name__,
 )
 def test_every_kind_says_what_it_does(kind):

@@ -74,7 +74,7 @@ def adapters(plan):
 def divided(plan):
     """The plan's gradients over the mean ones: docs/language/fsdp.md has `divide = N`."""
     factors = [op.factor for op in plan.ops if isinstance(op, Divide)]
-    return plan.axis_size(*plan.averaged) / factors[-1] if factors else 1.0
+    return plan.axis_size(*plan.averaged_axes) / factors[-1] if factors else 1.0
 
 
 def rough(plan):

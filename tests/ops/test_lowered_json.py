@@ -152,7 +152,7 @@ def test_all_that_is_wrong_is_said_with_its_place():
         data["stages"][0]["ops"].append(3)
 
     kinds_and_backends = [
-        k for kind in kinds() for k in (kind.installed() if kind is Backend else [kind])
+        k for kind in kinds() for k in (kind.all_installed() if kind is Backend else [kind])
     ]
     names = [json.dumps(kind_of(kind)) for kind in kinds_and_backends]
     assert broken(change) == [

@@ -158,7 +158,7 @@ def by_data_rank(passes, lowered):
     """The passes; in the rows of a data rank each where products are in 8 bits, since scales are of
     the rows of a pass.
     """
-    ranks = lowered.axis_size(*lowered.averaged) if lowered.has(LowPrecision) else 1
+    ranks = lowered.axis_size(*lowered.averaged_axes) if lowered.has(LowPrecision) else 1
     for batch in passes:
         parts = {name: value.chunk(ranks) for name, value in batch.items()}
         yield from ({n: part[rank] for n, part in parts.items()} for rank in range(ranks))

@@ -56,7 +56,7 @@ def load(program: Program) -> Load | None:
         origin=origin,
         origins=tuple((_FIELDS.get(name, name), origin) for name, origin in others),
     )
-    program.scope.kept = found.kept
+    program.scope.kept = found.dtype_after_load
     return found
 
 

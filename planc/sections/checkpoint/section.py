@@ -8,7 +8,14 @@ from planc.elaborate.evaluate import evaluate, is_integer, number
 from planc.elaborate.program import Program
 from planc.elaborate.scope import Failed, Scope
 from planc.elaborate.sections.tensor import read_claims
-from planc.ops.activation_checkpoint import GROUPS, Checkpoint, Save, like, listed, seen
+from planc.ops.activation_checkpoint import (
+    GROUPS,
+    Checkpoint,
+    Save,
+    has_operator_list,
+    is_dispatched,
+    like,
+)
 from planc.sections.checkpoint.ops import Budget
 from planc.syntax import ast
 
@@ -176,11 +183,11 @@ def _read_operators(name: str, item: ast.Expr, arguments: Arguments, every: int)
     if name in GROUPS:
         return Save(name=name, every=every, ops=GROUPS[name])
     sink = arguments.scope.sink
-    visible = seen(name) if listed(name) else "." in name
+    visible = is_dispatched(name) if has_operator_list(name) else "." in name
     if visible:
         return Save(name=name, every=every, ops=(name,))
     arguments.ok = False
-    if visible is False and listed(name):
+    if visible is False and has_operator_list(name):
         message = f"`{name}` cannot be saved: torch decomposes it first"
         help = "name its parts: those of a linear layer are `matmul`, or `aten.mm.default`"
         sink.error("PL471", message, item.origin, facts=["it is a composite operator"], help=help)

@@ -69,7 +69,7 @@ class MegatronShard(Backend):
     SETTINGS: ClassVar = ("strategy", "outer_strategy", "megatron")
 
     @property
-    def optimized(self) -> str | None:
+    def optimizer_dtype(self) -> str | None:
         return self.main_params
 
     def misfits(self, modules: Mapping[str, object]) -> Iterator[str]:

@@ -70,7 +70,7 @@ class _Tree:
         self.compiled, self.lowered, pipeline = compiled, lowered, lowered.pipeline
         self.tied = Tied(facts)
         self.ops = [(op, tuple(_modules(op))) for op in lowered.ops]
-        self.held = [pipeline.held(i) for i in range(pipeline.stages)] if pipeline else []
+        self.held = [pipeline.stage_modules(i) for i in range(pipeline.stages)] if pipeline else []
         self.sets = [m for found in (*(s for _, s in self.ops), *self.held) for m in found]
 
     def row(self, at: Modules, name: str, around: int | None) -> Row:

@@ -491,7 +491,7 @@ def test_a_table_with_three_holders(tmp_path):
     )
     (some,) = done.lowered.pipeline.shares
     assert (some.stages, some.parameters) == ((0, 1, 3), names[:1])
-    held = [[str(m) for m in stage.ops[0].kept] for stage in done.lowered.stages]
+    held = [[str(m) for m in stage.ops[0].shared_modules] for stage in done.lowered.stages]
     assert [bool(kept) for kept in held] == [True, True, False, True]
 
 
