@@ -134,7 +134,7 @@ def compare(old: Lowered, new: Lowered) -> Delta:
     added = _together(_one(e, why.absent(e), gone=False) for e in come)
     changed = _together(_both(a, b, why) for a, b in pairs.changed)
     totals = {"parameters": (old.parameters, new.parameters)}
-    totals["gathered"] = (old.gathered, new.gathered)
+    totals["gathered"] = (old.largest_gathered, new.largest_gathered)
     data = _differing("data", {"axes": (old.data, new.data)})
     changed = (*_model(old, new), *_mesh(old, new), *data, *changed)
     if not (added or removed or changed):

@@ -56,6 +56,6 @@ def _data(lowered: Lowered) -> str:
 
 def _total(lowered: Lowered) -> str:
     text = f"{phrases.size(lowered.parameters)} of parameters at rest"
-    if lowered.gathered:
-        text += f"; the largest unit is {phrases.size(lowered.gathered)} while gathered"
+    if lowered.largest_gathered:
+        text += f"; the largest unit is {phrases.size(lowered.largest_gathered)} while gathered"
     return text

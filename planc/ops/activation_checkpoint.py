@@ -14,7 +14,15 @@ from planc.model.facts import Modules
 from planc.model.indices import Indices
 from planc.ops import phrases
 from planc.ops.base import OMIT, AxisSizes, Form, Op, Operator, Phase, Size, Some, StepFacts, Where
-from planc.ops.call import Context, Each, FunctionCall, ImportedName, ScriptFunction, Step, given
+from planc.ops.call import (
+    Context,
+    Each,
+    FunctionCall,
+    ImportedName,
+    ScriptFunction,
+    Step,
+    drop_none,
+)
 from planc.ops.decisions import Decision, Question, decision_around
 
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -158,13 +166,13 @@ class Checkpoint(Op):
     )
 
     def calls(self, _context: Context) -> Iterator[Step]:
-        options = given(
+        options = drop_none(
             context_fn=self._saving() if self.save else None,
             preserve_rng_state=None if self.preserve_rng else False,
             early_stop=None if self.early_stop else False,
         )
         if self.offload:
-            options = given(
+            options = drop_none(
                 checkpoint_fn=FunctionCall(
                     f"{_FUNCTIONS}offloading", (), (("pin", self.pin), *options)
                 )

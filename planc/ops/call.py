@@ -232,7 +232,7 @@ def values_of(step: Step) -> tuple[Value, ...]:
             return step.target, step.value
 
 
-def inside(value: Value) -> Iterator[Value]:
+def parts_of(value: Value) -> Iterator[Value]:
     """The values that a value is built from."""
     if isinstance(value, tuple):
         yield from value
@@ -254,13 +254,13 @@ def modules_of(step: Step) -> Iterator[Modules]:
             case Numbered():
                 yield value.modules
             case _:
-                values += inside(value)
+                values += parts_of(value)
 
 
 # Helpers -----------------------------------------------------------------------------------------
 
 
-def given(**keywords: Value) -> Keywords:
+def drop_none(**keywords: Value) -> Keywords:
     """Keyword arguments without those that are None."""
     return tuple((name, value) for name, value in keywords.items() if value is not None)
 

@@ -7,7 +7,16 @@ from typing import ClassVar
 from planc.model.facts import Modules
 from planc.ops import phrases
 from planc.ops.base import OMIT, Axes, AxisSizes, Op, Phase, SimulationKind
-from planc.ops.call import Context, Each, FunctionCall, MeshOf, Once, ScriptFunction, Step, given
+from planc.ops.call import (
+    Context,
+    Each,
+    FunctionCall,
+    MeshOf,
+    Once,
+    ScriptFunction,
+    Step,
+    drop_none,
+)
 from planc.ops.decisions import Decision, Question, decision_around
 
 
@@ -30,7 +39,7 @@ class Compile(Op):
         for axis in self.async_tp:
             function = "standalone.tensor_styles:enable_async_tp"
             yield Once(call=FunctionCall(function, (MeshOf((axis,)),)), note=self.place)
-        call = FunctionCall(".compile", (), given(fullgraph=self.fullgraph or None))
+        call = FunctionCall(".compile", (), drop_none(fullgraph=self.fullgraph or None))
         yield Each(modules=self.modules, calls=(call,), note=self.place)
 
     SIMULATION: ClassVar = SimulationKind.NEVER  # it takes minutes, and should change no results

@@ -72,7 +72,7 @@ class KeysOp(Op):
     def keys(self) -> tuple[tuple[str, call.Value], ...]:
         """The arguments of the runtime's functions."""
         several = self.ulysses if self.ulysses > 1 else None
-        return call.given(attention=self.attention, ulysses=several)
+        return call.drop_none(attention=self.attention, ulysses=several)
 
     def exchange_text(self, mesh: AxisSizes | None) -> str:
         """`ring attention over cp = 8, Ulysses all-to-all among 2 ranks`."""
@@ -146,27 +146,27 @@ class ContextParallel(KeysOp):
         return 1 if self.balance == "none" else 2
 
     def calls(self, _context: call.Context) -> Iterator[call.Step]:
-        keywords = self.keys + call.given(balance=self.balance)
+        keywords = self.keys + call.drop_none(balance=self.balance)
         if self.states:
-            keywords += call.given(exchange=self.exchange, states=self.states)
+            keywords += call.drop_none(exchange=self.exchange, states=self.states)
         mesh = call.Index(call.MESH, (self.axis,))
         function = "standalone.context:context_parallel"
         if self.patches:
-            keywords += call.given(
+            keywords += call.drop_none(
                 blocks=call.Items(self.blocks),
                 seeing=call.Members(self.seeing),
                 patches=self.patches,
             )
             function = "standalone.context_patches:context_of_patches"
         elif self.attention == "gather":
-            keywords += call.given(
+            keywords += call.drop_none(
                 blocks=call.Items(self.blocks),
                 heads=call.Members(self.heads),
                 seeing=call.Members(self.seeing),
             )
             function = "standalone.context_blocks:context_in_blocks"
         elif self.holder:
-            keywords += call.given(holder=self.holder)
+            keywords += call.drop_none(holder=self.holder)
             function = "standalone.context_images:context_behind_images"
         made = call.FunctionCall(function, (call.MODEL, mesh), keywords)
         yield call.Once(call=made, note=self.place)

@@ -17,7 +17,7 @@ from planc.ops.call import (
     Once,
     ScriptFunction,
     Step,
-    given,
+    drop_none,
 )
 from planc.ops.claims import CallClaim, ObservedCall, module_claim
 from planc.ops.context import Balance
@@ -69,9 +69,9 @@ class LimitExperts(Op):
         return {"experts": self.experts, "capacity": self.capacity, "drop": self.drop}
 
     def calls(self, _context: Context) -> Iterator[Step]:
-        keywords = given(**self.settings, sent=self.sent or None)
+        keywords = drop_none(**self.settings, sent=self.sent or None)
         if self.axis:
-            keywords += given(context=Index(MESH, (self.axis,)), balance=self.balance)
+            keywords += drop_none(context=Index(MESH, (self.axis,)), balance=self.balance)
         function = "standalone.expert_capacity:limit_experts"
         call = FunctionCall(function, (MODEL, Members((self.modules,))), keywords)
         yield Once(call=call, note=self.place)

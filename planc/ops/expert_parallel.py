@@ -18,7 +18,7 @@ from planc.ops.base import (
     Some,
     choice,
 )
-from planc.ops.call import Context, Each, FunctionCall, MeshOf, ScriptFunction, Step, given
+from planc.ops.call import Context, Each, FunctionCall, MeshOf, ScriptFunction, Step, drop_none
 from planc.ops.claims import CallClaim, ObservedCall, module_claim
 from planc.ops.decisions import Decision, Question, decision_on
 
@@ -80,7 +80,7 @@ class DispatchExperts(Op):
         return module_claim(collective, self.communication_axes, self.modules.names())
 
     def calls(self, _context: Context) -> Iterator[Step]:
-        keywords = given(
+        keywords = drop_none(
             shared=MeshOf(self.shared) if self.shared else None,
             batched=True if self.batched else None,
             chunks=self.chunks if self.chunks > 1 else None,

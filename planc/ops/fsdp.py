@@ -255,7 +255,7 @@ class FullyShard(base.Op):
         return frozenset(str(m) for m in self.members) if self.group else frozenset()
 
     def _common(self) -> call.Table:
-        precision = call.given(
+        precision = call.drop_none(
             param_dtype=call.dtype(self.param),
             reduce_dtype=call.dtype(self.reduce),
             output_dtype=call.dtype(self.output),
@@ -268,7 +268,7 @@ class FullyShard(base.Op):
         host = call.FunctionCall(
             "torch.distributed.fsdp:CPUOffloadPolicy", (), (("pin_memory", pin),)
         )
-        keywords = call.given(
+        keywords = call.drop_none(
             mesh=call.MeshOf(self.shard, self.replicate),
             mp_policy=call.Shared("policy", policy) if precision else None,
             ignored_params=call.Shared("ignored", ignored) if self.ignored else None,
@@ -285,7 +285,7 @@ class FullyShard(base.Op):
             )
             rest = (placement,) if placement else ()
             placement = call.FunctionCall(f"{_FUNCTIONS}spread", (overrides, *rest))
-        return call.given(
+        return call.drop_none(
             reshard_after_forward=self.reshard if self.shard else None, shard_placement_fn=placement
         )
 
@@ -297,7 +297,7 @@ class FullyShard(base.Op):
         info: call.Value = None
         if (spread.shard, spread.replicate) != (self.shard, self.replicate):
             kind = "HSDPMeshInfo" if spread.replicate else "FSDPMeshInfo"
-            dims = call.given(
+            dims = call.drop_none(
                 shard_mesh_dim=1 if spread.replicate else 0,
                 replicate_mesh_dim=0 if spread.replicate else None,
             )

@@ -7,7 +7,16 @@ from typing import Annotated, ClassVar
 from planc.model.facts import Modules, Parameter
 from planc.ops import phrases
 from planc.ops.base import OMIT, AxisSizes, Dtype, Op, Phase, SimulationKind, choice
-from planc.ops.call import MODEL, Context, FunctionCall, Once, ScriptFunction, Step, dtype, given
+from planc.ops.call import (
+    MODEL,
+    Context,
+    FunctionCall,
+    Once,
+    ScriptFunction,
+    Step,
+    drop_none,
+    dtype,
+)
 from planc.ops.decisions import Decision, Question
 from planc.ops.lora import pattern_of
 
@@ -56,7 +65,7 @@ class Load(Op):
                 call=FunctionCall("standalone.load_weights:on_meta", (MODEL,)), note=self.place
             )
         if self.dtype:
-            fp32 = given(fp32=self.pattern if self.fp32 else None)
+            fp32 = drop_none(fp32=self.pattern if self.fp32 else None)
             call = FunctionCall("standalone.load_weights:keep_in", (MODEL, dtype(self.dtype)), fp32)
             yield Once(call=call, note=self.place)
 

@@ -30,8 +30,8 @@ from planc.ops.call import (
     Once,
     ScriptFunction,
     Step,
+    drop_none,
     dtype,
-    given,
 )
 from planc.ops.decisions import Decision, Question
 from planc.ops.requirements import Requirement
@@ -151,7 +151,7 @@ class Adapt(Op):
 
     def calls(self, _context: Context) -> Iterator[Step]:
         if self.parameters:
-            keywords = given(
+            keywords = drop_none(
                 pattern=self.pattern,
                 parameters=self.parameters,
                 rank=self.rank,
@@ -163,7 +163,7 @@ class Adapt(Op):
             call = FunctionCall("standalone.lora_experts:adapt_experts", arguments, keywords)
             yield Once(call=call, note=self.place)
             return
-        config = given(
+        config = drop_none(
             r=self.rank,
             lora_alpha=self.alpha,
             lora_dropout=self.dropout or None,

@@ -7,7 +7,16 @@ from typing import Annotated, ClassVar
 from planc.model.facts import Modules
 from planc.ops import phrases
 from planc.ops.base import OMIT, Axes, AxisSizes, Form, Op, Phase, Positive, Size
-from planc.ops.call import MODEL, Context, Each, FunctionCall, Keywords, ScriptFunction, Step, given
+from planc.ops.call import (
+    MODEL,
+    Context,
+    Each,
+    FunctionCall,
+    Keywords,
+    ScriptFunction,
+    Step,
+    drop_none,
+)
 from planc.ops.claims import CallClaim, ObservedCall, module_claim
 from planc.ops.decisions import Decision, Question, decision_on
 
@@ -52,7 +61,7 @@ class ChunkLoss(Op):
 
     def _terms(self) -> Keywords:
         """The arguments that are not at their defaults, but for the chunks."""
-        return given(
+        return drop_none(
             scale=self.scale if self.scale != 1.0 else None,
             softcap=self.softcap,
             label_smoothing=self.label_smoothing or None,
@@ -60,7 +69,7 @@ class ChunkLoss(Op):
         )
 
     def calls(self, _context: Context) -> Iterator[Step]:
-        terms = (*given(chunks=self.chunks), *self._terms())
+        terms = (*drop_none(chunks=self.chunks), *self._terms())
         call = FunctionCall("standalone.loss:chunk_loss", (MODEL,), terms)
         yield Each(modules=self.modules, calls=(call,), note=self.place)
 

@@ -188,7 +188,7 @@ class Lowered(InNotebooks):
         return max(stage.parameters for stage in self.stages)
 
     @property
-    def gathered(self) -> int:
+    def largest_gathered(self) -> int:
         """Bytes of the largest unit of any stage while it is all-gathered."""
         return max(stage.gathered for stage in self.stages)
 

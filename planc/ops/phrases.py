@@ -116,7 +116,7 @@ def block(modules: Modules) -> str:
     return str(Modules(modules.path[: at[-1] + 1], modules.module))
 
 
-def inside(modules: Modules) -> str:
+def path_in_block(modules: Modules) -> str:
     """The path of modules relative to their block."""
     return str(modules).removeprefix(block(modules)).removeprefix(".")
 

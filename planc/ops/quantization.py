@@ -43,7 +43,7 @@ class Quantize(Op):
     def calls(self, context: call.Context) -> Iterator[call.Step]:
         # One weight at a time, on the device of the mesh: a model on meta is materialized so.
         name = "quantize_filled" if context.fills else "quantize"
-        options = call.given(
+        options = call.drop_none(
             compute=call.dtype(self.compute),
             double=self.double or None,
             block=self.block if self.block != 64 else None,

@@ -71,7 +71,7 @@ class DrawByRank(Op):
 
     def calls(self, _context: call.Context) -> Iterator[call.Step]:
         mesh = call.Shared(f"{self.axis}_mesh", call.Index(call.MESH, (self.axis,)))
-        keywords = call.given(inside=self.inside, after=self.after)
+        keywords = call.drop_none(inside=self.inside, after=self.after)
         made = call.FunctionCall("standalone.rng:draw_by_rank", (mesh,), keywords)
         yield call.Each(modules=self.modules, calls=(made,), note=self.place)
 

@@ -16,7 +16,7 @@ from planc.ops.base import (
     kind_of,
 )
 from planc.ops.base import Literal as Literal  # noqa: PLC0414 - for users of this module
-from planc.ops.call import FunctionCall, Keywords, Table, Value, given, plain
+from planc.ops.call import FunctionCall, Keywords, Table, Value, drop_none, plain
 from planc.ops.layouts import Layout as Layout  # noqa: PLC0414 - for users of this module
 from planc.ops.layouts import Partial as Partial  # noqa: PLC0414
 from planc.ops.layouts import Replicate as Replicate  # noqa: PLC0414
@@ -326,13 +326,17 @@ def style_call(style: Style) -> FunctionCall:
         case Colwise() | Rowwise():
             return _weight_call(style)
         case Sequence():
-            keywords = given(sequence_dim=style.dim if style.dim != 1 else None, **_local(style))
+            keywords = drop_none(
+                sequence_dim=style.dim if style.dim != 1 else None, **_local(style)
+            )
             return FunctionCall(f"{_TORCH}SequenceParallel", (), keywords)
         case Input():
             return _input(style)
         case Output():
             arrives, wanted = _sides(style.positional)
-            keywords = given(output_layouts=arrives, desired_output_layouts=wanted, **_local(style))
+            keywords = drop_none(
+                output_layouts=arrives, desired_output_layouts=wanted, **_local(style)
+            )
             return FunctionCall(f"{_TORCH}PrepareModuleOutput", (), keywords)
         case Replicated():  # `replicate` alone is a no-op and is not lowered
             return FunctionCall(f"{_OTHER}SummedGradient")
@@ -362,7 +366,7 @@ def _local(style: Colwise | Rowwise | Sequence | Input | Output) -> dict[str, Va
 
 def _weight_call(style: Colwise | Rowwise) -> FunctionCall:
     default = type(style)()
-    keywords = given(
+    keywords = drop_none(
         input_layouts=layout_call(style.input) if style.input != default.input else None,
         output_layouts=layout_call(style.output) if style.output != default.output else None,
         **_local(style),
@@ -371,7 +375,7 @@ def _weight_call(style: Colwise | Rowwise) -> FunctionCall:
     parts = 1 if style.interleaved else style.parts  # interleaved parts are not reordered
     if style.transposed or parts != 1:
         name = "TransposedParallel" if style.transposed else "PackedParallel"
-        sizes = given(parts=_sizes(parts) if parts != 1 else None)
+        sizes = drop_none(parts=_sizes(parts) if parts != 1 else None)
         made = FunctionCall(f"{_OTHER}{name}", (made,), sizes)
     if isinstance(style, Rowwise) and style.input in (Shard(0), Shard(1)):
         return FunctionCall(f"{_OTHER}ContiguousInput", (made,))
@@ -394,7 +398,7 @@ def _bare(style: Bare) -> FunctionCall:
     keywords: Keywords = (
         ("input_layout", layout_call(style.input)),
         ("output_layout", None if left else layout_call(style.output)),
-        *given(use_local_output=None if style.local else False),
+        *drop_none(use_local_output=None if style.local else False),
         *parts,
     )
     return FunctionCall(f"{_OTHER}ExpertsParallel", (layouts,), keywords)
@@ -404,7 +408,7 @@ def _input(style: Input) -> FunctionCall:
     arrives, wanted = _sides(style.positional)
     sources = tuple((name, layout_call(change.source)) for name, change in style.named)
     targets = tuple((name, layout_call(change.target)) for name, change in style.named)
-    keywords = given(
+    keywords = drop_none(
         input_layouts=arrives,
         desired_input_layouts=wanted,
         input_kwarg_layouts=Table(sources) if sources else None,

@@ -196,7 +196,7 @@ def _rules(ops: Iterable[Parallelize]) -> Iterator[tuple[str, str, str, str]]:
     """(modules, style, layouts, shapes) of each rule; modules with the same rule are merged."""
     alike: dict[tuple[str, str, tuple[str, str, str], Style], list[str]] = {}
     for op in ops:
-        path, half = phrases.adapter(phrases.inside(op.modules))
+        path, half = phrases.adapter(phrases.path_in_block(op.modules))
         mark = INFERRED if op.inferred else ""
         words = (f"{mark}{style_name(op.style)}", op.layouts, op.sizes)
         alike.setdefault((phrases.parent(path), half, words, op.style), []).append(path)

@@ -20,7 +20,7 @@ from planc.ops.call import (
     MeshOf,
     ScriptFunction,
     Step,
-    given,
+    drop_none,
 )
 from planc.ops.decisions import Decision, Question
 
@@ -104,7 +104,9 @@ class DivideImages(Op):
         return any(name == part or below(name, part) for part in self.tower)
 
     def calls(self, _context: Context) -> Iterator[Step]:
-        keywords = given(parts=self.parts or None, times=None if self.times == 1 else self.times)
+        keywords = drop_none(
+            parts=self.parts or None, times=None if self.times == 1 else self.times
+        )
         mesh = Index(MESH, (self.axis,))
         call = FunctionCall("standalone.divided_images:images_by_rank", (mesh,), keywords)
         yield Each(modules=self.modules, calls=(call,), note=self.place)

@@ -31,7 +31,7 @@ def _inner_values(value: call.Value, context: call.Context) -> Iterator[call.Sha
     if isinstance(value, call.MeshOf):
         yield from _inner_values(call.mesh_source(value, context), context)
         return
-    for part in call.inside(value):
+    for part in call.parts_of(value):
         yield from _inner_values(part, context)
     match value:
         case call.Shared(value=call.FunctionCall(function=function)) if function in _CREATE:

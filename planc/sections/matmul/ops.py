@@ -16,7 +16,7 @@ from planc.ops.call import (
     Once,
     ScriptFunction,
     Step,
-    given,
+    drop_none,
 )
 from planc.ops.decisions import Decision, Question, decision_around
 from planc.ops.registry import SectionOp
@@ -55,7 +55,7 @@ class LowPrecision(SectionOp):
         name = "mxfp8_linear" if self.recipe == "mxfp8" else "fp8_linear"
         recipe = () if self.recipe == "mxfp8" else (self.recipe,)
         device = "cpu" if self.emulate else DEVICE_TYPE
-        options = given(gather=self.gather or None)
+        options = drop_none(gather=self.gather or None)
         call = FunctionCall(f"sections.matmul.standalone:{name}", (*recipe, device), options)
         yield Each(modules=self.modules, calls=(call,), replaces=True, note=self.place)
 
