@@ -208,7 +208,7 @@ def step_of(
     compiled: Compiled, sink: Sink, batch: int | None, seq: int | None, micro_batches: int | None
 ) -> Step | None:
     """A step of the lowered plan; None after PL702, a batch that cannot be split."""
-    from planc.ir.parameter_owners import owned
+    from planc.ir.parameter_owners import owned_modules
     from planc.lowering.backward import Backward
     from planc.lowering.pipeline_sends import arguments_of
     from planc.lowering.step import Step, require_divisible
@@ -219,7 +219,7 @@ def step_of(
     step = Step(
         lowered=compiled.lowered,
         config=facts.config if facts else {},
-        backward=Backward(owned(*compiled.applied) if compiled.applied else ()),
+        backward=Backward(owned_modules(*compiled.applied) if compiled.applied else ()),
         arguments=arguments_of(compiled.lowered.pipeline, facts) if facts else None,
         batch=batch,
         sequence=seq,

@@ -5,7 +5,7 @@ from planc.diagnostics.diagnostic import Label, Sink, one_of
 from planc.ir.experts import dividing, expert_count, splits_divided
 from planc.ir.mesh_axes import EXPERT_AXES, EXPERT_TENSOR
 from planc.ir.nodes import ExpertRule, Plan
-from planc.ir.parameter_owners import Owned, owned
+from planc.ir.parameter_owners import Owned, owned_modules
 from planc.model.facts import Facts
 from planc.model.module_table import BATCHED_EXPERTS
 from planc.ops.base import AxisRole
@@ -187,14 +187,14 @@ def _units(experts: ExpertMesh, plan: Plan, facts: Facts, sink: Sink) -> None:
     equal = (plan.mesh.wide(rest), outer)
     every = plan.fsdp is not None and plan.mesh.wide(plan.fsdp.shard) == outer
     wrong: dict[object, list[Owned]] = {}
-    for own in owned(plan, facts):
+    for own in owned_modules(plan, facts):
         part = own.spread or own.unit
         divided = any(rule.modules.overlap(own.modules) for rule in dividing(plan))
         if divided and plan.fsdp and part:
             fits = plan.mesh.wide(plan.fsdp.axes(part)[0]) in equal
         elif divided:
             # without FSDP, nothing sums the gradients of the ranks with the same experts
-            fits = not own.trained or (plan.fsdp is None and experts.rest.size == 1)
+            fits = not own.has_trainable or (plan.fsdp is None and experts.rest.size == 1)
         else:
             fits = part is None or part.shard != rest or every
         if not fits:

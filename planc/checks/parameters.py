@@ -8,7 +8,7 @@ from typing import ClassVar
 from planc.checks.queries import active, axis_label, holds, unit_of
 from planc.diagnostics.diagnostic import Label, Sink
 from planc.ir.nodes import Ignored, Plan, TensorRule, Unit
-from planc.ir.parameter_owners import owned
+from planc.ir.parameter_owners import owned_modules
 from planc.model.facts import Facts, Modules, Parameter
 from planc.ops.freeze import Freeze
 from planc.ops.styles import Attributes, Input, Output
@@ -183,7 +183,7 @@ def ignored_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
     if plan.mesh.size(*section.shard, *section.replicate) == 1 or "train" in plan.broken:
         return
     found: dict[Ignored, list[str]] = {}
-    for own in owned(plan, facts):
+    for own in owned_modules(plan, facts):
         if own.ignored is not None:
             trained = [p for p in own.modules.module.parameters if own.trains(p)]
             found.setdefault(own.ignored, []).extend(f"{own.modules}.{p.name}" for p in trained)
@@ -218,7 +218,7 @@ def freezing(plan: Plan, facts: Facts, sink: Sink) -> None:
     """A train rule must match parameters, and some parameter must stay trainable."""
     if not plan.train or "train" in plan.broken:
         return
-    found = list(owned(plan, facts))
+    found = list(owned_modules(plan, facts))
     heard = {own.training for own in found if own.training is not None}
     for rule in plan.train:
         if rule not in heard:
@@ -230,7 +230,7 @@ def freezing(plan: Plan, facts: Facts, sink: Sink) -> None:
             sink.error("PL451", message, rule.origin, help="remove the rule")
     for group in facts.ties:
         _check_ties(group, plan, facts, sink)
-    if not any(own.trained for own in found):
+    if not any(own.has_trainable for own in found):
         sink.error(
             "PL452",
             "every parameter of the model is frozen: nothing trains",

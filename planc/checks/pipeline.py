@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from planc.diagnostics.diagnostic import Label, Sink
 from planc.diagnostics.source import Span
 from planc.ir.nodes import PipelineRule, Plan
-from planc.ir.parameter_owners import owned
+from planc.ir.parameter_owners import owned_modules
 from planc.model.facts import Facts
 from planc.ops.pipeline import TERMS, Pipeline
 
@@ -88,7 +88,7 @@ def _without_training(plan: Plan, facts: Facts, op: Pipeline) -> Iterator[tuple[
     section = plan.adapters if plan.adapters and plan.adapters.rules else None
     if section is None and not plan.train:
         return
-    trained = [own.modules for own in owned(plan, facts) if own.trained]
+    trained = [own.modules for own in owned_modules(plan, facts) if own.has_trainable]
     for stage in range(op.stages):
         if any(modules.within(part) for modules in trained for part in op.stage_modules(stage)):
             continue

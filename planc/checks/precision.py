@@ -6,7 +6,7 @@ from planc.checks.queries import axis_label, ranks
 from planc.diagnostics.diagnostic import Label, Sink
 from planc.infer.apply_adapters import FOUR_BIT, adapted_tensor_rules, weights_of_experts
 from planc.ir.nodes import AdapterRule, Plan, Precision, TensorRule, Unit
-from planc.ir.parameter_owners import Owned, owned, stepped
+from planc.ir.parameter_owners import Owned, owned_modules, stepped_dtypes
 from planc.model.facts import Facts, Modules, Parameter
 from planc.ops import phrases
 from planc.ops.contract import part_sizes
@@ -21,7 +21,7 @@ def mixed_dtypes(plan: Plan, facts: Facts, sink: Sink) -> None:
     if plan.fsdp is None or plan.fsdp.backend is not None:
         return
     found: dict[Unit, dict[str, tuple[Modules, Parameter]]] = {}
-    for own in owned(plan, facts):
+    for own in owned_modules(plan, facts):
         for parameter in own.modules.module.parameters:
             if own.unit is not None and own.trains(parameter):
                 first = (own.modules, parameter)
@@ -78,7 +78,7 @@ def optimizer_precision(plan: Plan, facts: Facts, sink: Sink) -> None:
     cast = plan.load if plan.load and plan.load.dtype else None
     if plan.adapters is not None or "load" in plan.broken or not (cast or facts.built):
         return
-    for dtype, count in stepped(plan, facts).items():
+    for dtype, count in stepped_dtypes(plan, facts).items():
         if dtype not in HALF:
             continue
         short = phrases.value(dtype)
@@ -97,7 +97,7 @@ def unscaled_gradients(plan: Plan, facts: Facts, sink: Sink) -> None:
     """A gradient below 6e-8 is zero in float16, and after a mean over many tokens most are small:
     where one trains in it, the loss is scaled, which planc does not do.
     """
-    if not any(stepped(plan, facts).values()):
+    if not any(stepped_dtypes(plan, facts).values()):
         return
     fsdp = plan.fsdp
     policies = {p for u in fsdp.units if (p := fsdp.policy(u)) is not None} if fsdp else set()
@@ -124,7 +124,7 @@ def kept_in_float32(plan: Plan, facts: Facts, sink: Sink) -> None:
     in float32: a router that is rounded to bfloat16 sends tokens to other experts.
     """
     found: dict[Precision, dict[tuple[tuple[str, ...], str], Modules]] = {}
-    for own in owned(plan, facts):
+    for own in owned_modules(plan, facts):
         policy = plan.fsdp.policy(own.unit) if plan.fsdp else None
         if policy is None or policy.param is None:
             continue
@@ -167,7 +167,7 @@ def four_bits(plan: Plan, facts: Facts, sink: Sink) -> None:
     for rule in rules:
         _linear(rule, sink)
         _check_ties(rule, facts, sink)
-    for own in owned(plan, facts) if rules else ():
+    for own in owned_modules(plan, facts) if rules else ():
         if own.modules.module.cls == FOUR_BIT:
             rule = next(r for r in rules if own.modules.overlap(r.modules) is not None)
             _check_gather_dtype(rule, own, plan, sink)

@@ -5,7 +5,7 @@ from planc.diagnostics.diagnostic import Sink
 from planc.infer.apply_adapters import styles
 from planc.ir.experts import expert_styles
 from planc.ir.nodes import Plan, TensorRule
-from planc.ir.parameter_owners import owned
+from planc.ir.parameter_owners import owned_modules
 from planc.model.facts import Facts, Modules
 
 _SMALL = 1
@@ -60,5 +60,5 @@ def _shared_modules(axis: str, plan: Plan, facts: Facts) -> list[Modules]:
     section = plan.fsdp
     if section is None or not any(section.extra_axes(part) for part in section.parts):
         return []
-    own = ((o.modules, o.spread or o.unit) for o in owned(plan, facts))
+    own = ((o.modules, o.spread or o.unit) for o in owned_modules(plan, facts))
     return [m for m, part in own if part and axis in section.axes(part)[0]]

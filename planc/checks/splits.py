@@ -20,9 +20,9 @@ from planc.checks.queries import (
 from planc.diagnostics.diagnostic import Label, Severity, Sink, one_of
 from planc.diagnostics.source import Span
 from planc.infer.apply_adapters import is_factor
-from planc.ir.local_shapes import local_shape, ruled
+from planc.ir.local_shapes import local_shape, split_by_rules
 from planc.ir.nodes import Plan, Precision, TensorRule
-from planc.ir.parameter_owners import owned
+from planc.ir.parameter_owners import owned_modules
 from planc.model.facts import DTYPE_BYTES, Facts, Module, Modules, Parameter
 from planc.model.module_table import GROUPED, HEAD_SIZES, LATENT_HEAD_SIZES
 from planc.ops import phrases
@@ -278,11 +278,11 @@ def grouped_experts(plan: Plan, facts: Facts, sink: Sink) -> None:
     the first backward for the output features of a weight that is [experts, out, in].
     """
     found: dict[object, list[_Rows]] = {}
-    for own in owned(plan, facts) if "fsdp" not in plan.broken else ():
+    for own in owned_modules(plan, facts) if "fsdp" not in plan.broken else ():
         if not own.modules.module.fact(GROUPED):
             continue
         precision = plan.fsdp.policy(own.unit) if plan.fsdp else None
-        for modules, rules in ruled(own.modules, plan.tensor):
+        for modules, rules in split_by_rules(own.modules, plan.tensor):
             rows = min(_unaligned_rows(modules, rules, precision, plan), key=_size, default=None)
             if rows is not None:
                 origins = tuple(rule.origin for rule in rules)

@@ -6,10 +6,10 @@ from planc.checks.queries import active
 from planc.diagnostics.diagnostic import Label, Sink, did_you_mean, one_of
 from planc.diagnostics.source import Span
 from planc.infer.apply_adapters import styles
-from planc.ir.local_shapes import held, split_dim
+from planc.ir.local_shapes import placed_parameters, split_dim
 from planc.ir.mesh_axes import valid_axes
 from planc.ir.nodes import Fsdp, Plan, SpreadRule, TensorRule, Unit
-from planc.ir.parameter_owners import Owned, owned
+from planc.ir.parameter_owners import Owned, owned_modules
 from planc.model.facts import Facts, Modules
 from planc.ops.styles import PARAMETERLESS, Replicated, style_name
 
@@ -21,7 +21,7 @@ def partial_reshard(plan: Plan, facts: Facts, sink: Sink) -> None:
     """
     if plan.fsdp is None:
         return
-    spread = [(o.unit, o.spread) for o in owned(plan, facts) if o.unit and o.spread]
+    spread = [(o.unit, o.spread) for o in owned_modules(plan, facts) if o.unit and o.spread]
     pairs: list[tuple[Unit, Unit | SpreadRule]] = [(u, u) for u in plan.fsdp.units]
     for unit, part in dict.fromkeys([*pairs, *spread]):
         shard, _ = plan.fsdp.axes(part)
@@ -75,13 +75,13 @@ def unit_axes(plan: Plan, facts: Facts, sink: Sink) -> None:
     section = plan.fsdp
     if section is None or "fsdp" in plan.broken:
         return
-    found = list(owned(plan, facts))
+    found = list(owned_modules(plan, facts))
     for part in section.parts:
         if part.shard is not None:
             _axes(part, section, plan, sink)
             _check_styled(part, found, section, plan, sink)
     for part in section.parts if section.shard and "tensor" not in plan.broken else ():
-        own = list(held(part, found, plan))
+        own = list(placed_parameters(part, found, plan))
         ranks = plan.mesh.size(*section.axes(part)[0])
         if part.shard_dim > 0:
             _dim(part, own, ranks, sink)

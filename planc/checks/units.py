@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from planc.checks.queries import active, axis_label, holds
 from planc.diagnostics.diagnostic import Label, Sink
 from planc.ir.nodes import Plan, Unit
-from planc.ir.parameter_owners import owned
+from planc.ir.parameter_owners import owned_modules
 from planc.ir.unit_lists import entries, lists
 from planc.model.facts import Facts, Modules
 from planc.model.indices import Indices
@@ -52,7 +52,7 @@ def fsdp_root(plan: Plan, facts: Facts, sink: Sink) -> None:
             unit.origin,
             help="write `root : unit`",
         )
-    rest = any(o.unit is None and o.ignored is None for o in owned(plan, facts))
+    rest = any(o.unit is None and o.ignored is None for o in owned_modules(plan, facts))
     if not alone and not rest and not any(u.root for u in section.units):
         sink.warning(
             "PL419",
@@ -111,7 +111,7 @@ def spread_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
     section = plan.fsdp
     if section is None or not section.spreads or "fsdp" in plan.broken:
         return
-    found = [o for o in owned(plan, facts) if o.unit is not None]
+    found = [o for o in owned_modules(plan, facts) if o.unit is not None]
     for spread in section.spreads:
         own = [o.unit for o in found if o.spread is spread and o.unit]
         same = plan.mesh.size(*section.extra_axes(spread))
@@ -151,7 +151,7 @@ def unreduced_gradients(plan: Plan, facts: Facts, sink: Sink) -> None:
         return
     outside = [
         (own.modules, p)
-        for own in owned(plan, facts)
+        for own in owned_modules(plan, facts)
         if own.unit is None and own.ignored is None
         for p in own.modules.module.parameters
         if own.trains(p)
@@ -233,8 +233,8 @@ def _skipped_units(units: tuple[Modules, ...], plan: Plan, facts: Facts) -> Modu
     at = units[0].list_at
     assert at is not None
     first: int | None = None
-    for own in owned(plan, facts):
-        if not own.trained:
+    for own in owned_modules(plan, facts):
+        if not own.has_trainable:
             continue
         segment = own.modules.path[at] if len(own.modules.path) > at else ""
         if own.modules.key[: at + 1] == units[0].key[: at + 1] and not isinstance(segment, str):

@@ -21,7 +21,7 @@ from planc.elaborate.sections.optimizer import optimizer
 from planc.elaborate.sections.pipeline import pipeline
 from planc.elaborate.sections.tensor import tensor
 from planc.elaborate.sections.train import train
-from planc.ir.mesh_axes import DERIVED, EXPERT_TENSOR, EXPERTS, expanded, role_of, valid_axes
+from planc.ir.mesh_axes import DERIVED, EXPERT_TENSOR, EXPERTS, expand_axes, role_of, valid_axes
 from planc.ir.nodes import Mesh, Plan
 from planc.model.facts import Facts
 from planc.ops.base import AxisRole
@@ -175,7 +175,7 @@ def _with_roles(mesh: Mesh | None, program: Program) -> Mesh | None:
 
     def axes_of_sections(*sections: str) -> tuple[str, ...]:
         found = (s for s in program.sections if s.name in sections)
-        return expanded((a.path for s in found for a in (*s.axes, *s.replicate)), mesh.names)
+        return expand_axes((a.path for s in found for a in (*s.axes, *s.replicate)), mesh.names)
 
     tensor, data, context = (
         axes_of_sections("tensor"),
@@ -255,7 +255,7 @@ def _axes(program: Program, mesh: Mesh) -> None:
         names = (EXPERTS,) if section.name == "expert" and _divides(program) else names
         misspelled = misspelled or (data and not section.axes)
         for axis in (*section.axes, *section.replicate):
-            used.update(mesh.expanded([axis.path]))
+            used.update(mesh.expand([axis.path]))
             known = axis.path in names or axis.path in reported
             misspelled = misspelled or axis.path not in names
             if known:
@@ -276,7 +276,7 @@ def _axes(program: Program, mesh: Mesh) -> None:
             program.sink.error(
                 "PL305", f"the mesh has no axis `{axis.path}`", axis.origin, help=hint
             )
-        found = expanded((a.path for a in section.axes), mesh.names)
+        found = expand_axes((a.path for a in section.axes), mesh.names)
         for name in dict.fromkeys(a for i, a in enumerate(found) if a in found[:i]):
             program.sink.error("PL304", f"axis `{name}` is named twice", section.axes[0].origin)
     for sized in (*mesh.axes, *([mesh.experts.ranks] if mesh.experts else ())):

@@ -83,7 +83,7 @@ class Scope:
 
     def sized_by(self, sizes: Sizes, mesh: Mesh) -> Scope:
         """A scope with the numbers of a proxy model and mesh; conditions keep those of this one."""
-        small = mesh.resized(sizes.axes)
+        small = mesh.with_sizes(sizes.axes)
         return replace(
             self,
             facts=replace(self.facts, config=sizes.facts.config),
@@ -193,7 +193,7 @@ class Scope:
             mesh = self.solve()
         finally:
             self._pending.pop()
-        return mesh.size(*mesh.expanded([name.path])) if mesh else FAILED
+        return mesh.size(*mesh.expand([name.path])) if mesh else FAILED
 
     def _circle(self, name: ast.Name, origin: Span) -> Value:
         message = f"the value of `{name.path}` depends on itself"

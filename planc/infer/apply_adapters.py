@@ -137,7 +137,7 @@ def _with_factors(plan: Plan, rules: list[AdapterRule], facts: Facts) -> Plan:
 
     if not rules:
         return plan
-    plan = plan.placed(place)
+    plan = plan.map_modules(place)
     styled = (replace(r, style=_factor_style(r.style, r.modules.module)) for r in plan.tensor)
     return replace(plan, tensor=tuple(styled))
 

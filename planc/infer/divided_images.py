@@ -8,7 +8,7 @@ from dataclasses import replace
 from planc.diagnostics.diagnostic import Label, Sink
 from planc.infer.apply_adapters import adapt_plan
 from planc.ir.nodes import ImagesSetting, Inferred, Plan, TensorRule
-from planc.ir.parameter_owners import Owned, owned
+from planc.ir.parameter_owners import Owned, owned_modules
 from planc.model.facts import Facts, Modules
 from planc.model.module_table import parts_of_images, puts_images, towers
 from planc.ops import styles as st
@@ -64,14 +64,14 @@ def _over_copies(
         return plan, setting
     over, others = list[Owned](), list[Owned]()
     applied, with_factors = adapt_plan(plan, facts)
-    for own in owned(applied, with_factors):
+    for own in owned_modules(applied, with_factors):
         placed = own.spread or own.unit
         axes = plan.fsdp.extra_axes(placed) if plan.fsdp and placed else ()
         if not _of_tower(own.modules, holder):
             continue
         if setting.axis in axes:
             over.append(own)
-        elif own.trained:
+        elif own.has_trainable:
             others.append(own)
     if over and others:
         _report_mixed_axes(setting, over[0], others[0], sink)

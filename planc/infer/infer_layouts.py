@@ -154,7 +154,7 @@ class _Section:
             made = _Carried(flow, state, small, layouts, setting)
             if problem := made.uneven or made.unsized_linear(source.facts):
                 return self._unknown(problem)
-            sized = tuple(rule.sized(self.facts) for rule in made.rules(own))
+            sized = tuple(rule.for_model(self.facts) for rule in made.rules(own))
             self.facts.remember(key, sized)
         rules = memo[key]
         others = tuple(r for r in plan.tensor if r.axis != setting.axis)
@@ -221,7 +221,7 @@ class _Section:
             yield LayoutClash(text=_lines(flow, why)[0], origins=lines)
             return
         made = _Carried(flow, state, small, layouts, self.setting)
-        yield from (rule.sized(self.facts) for rule in made.rules(own) if rule.inferred)
+        yield from (rule.for_model(self.facts) for rule in made.rules(own) if rule.inferred)
 
     def complete(self, flow: DataFlow, small: tuple[TensorRule, ...]) -> Layouts | Clash:
         """Infers the layouts of the flow with complete rules."""
@@ -268,7 +268,7 @@ class _Section:
             if isinstance(source, str):
                 return source
             state = StandInModel(bare, self.facts, source.facts, source.kept, ends=True)
-            small = bare.placed(state.walk).tensor
+            small = bare.map_modules(state.walk).tensor
             if not state.problems:
                 flow = flow_of(source, self.facts)
                 return flow if isinstance(flow, str) else (source, state, small, flow)
@@ -424,7 +424,7 @@ def _rules_key(rules: Iterable[TensorRule]) -> tuple[Any, ...]:
 
 def _restrict_rules(plan: Plan, rules: tuple[TensorRule, ...]) -> Plan:
     """The plan with some of its tensor rules alone."""
-    nothing = plan.placed(lambda *_: ())
+    nothing = plan.map_modules(lambda *_: ())
     return replace(nothing, tensor=rules, load=None, pipeline=None)
 
 

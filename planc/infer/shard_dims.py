@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import TypeVar
 
 from planc.diagnostics.diagnostic import Sink
-from planc.ir.local_shapes import AUTO, held
+from planc.ir.local_shapes import AUTO, placed_parameters
 from planc.ir.nodes import Fsdp, Plan, SpreadRule, Unit
-from planc.ir.parameter_owners import Owned, owned
+from planc.ir.parameter_owners import Owned, owned_modules
 from planc.model.facts import Facts
 
 UnitOrSpread = TypeVar("UnitOrSpread", Unit, SpreadRule)
@@ -31,7 +31,7 @@ def choose_shard_dims(plan: Plan, facts: Facts, sink: Sink) -> Plan:
         return plan
     if all(part.shard_dim != AUTO for part in section.parts):
         return plan
-    found = list(owned(plan, facts))
+    found = list(owned_modules(plan, facts))
     units = tuple(_with_shard_dim(u, found, section, plan, sink) for u in section.units)
     spreads = tuple(_with_shard_dim(s, found, section, plan, sink) for s in section.spreads)
     return replace(plan, fsdp=replace(section, units=units, spreads=spreads))
@@ -43,7 +43,7 @@ def _with_shard_dim(
     if part.shard_dim != AUTO:
         return part
     ranks = plan.mesh.size(*section.axes(part)[0])
-    own = dict(held(part, found, plan))
+    own = dict(placed_parameters(part, found, plan))
     dim = even_dim(list(own.values()), ranks)
     if dim is None:
         short = [(n, s) for n, s in own.items() if len(s) > 1 and s[0] < ranks]

@@ -61,7 +61,9 @@ class _Placed(Protocol):
 Rule = TypeVar("Rule", bound=_Placed)
 
 
-def ruled(modules: Modules, rules: Iterable[Rule]) -> list[tuple[Modules, tuple[Rule, ...]]]:
+def split_by_rules(
+    modules: Modules, rules: Iterable[Rule]
+) -> list[tuple[Modules, tuple[Rule, ...]]]:
     """The modules, split by the rules on them: each part with all of its rules, in order."""
     parts: list[tuple[Modules, tuple[Rule, ...]]] = [(modules, ())]
     for rule in rules:
@@ -76,7 +78,7 @@ def ruled(modules: Modules, rules: Iterable[Rule]) -> list[tuple[Modules, tuple[
     return parts
 
 
-def held(
+def placed_parameters(
     part: Unit | SpreadRule, found: list[Owned], plan: Plan
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(name, shape after tensor parallelism) of the parameters that a unit or spread places."""
@@ -84,6 +86,6 @@ def held(
     for own in found:
         if (own.spread or own.unit) is not part or own.unit is None:
             continue
-        for modules, found_rules in ruled(own.modules, rules):
+        for modules, found_rules in split_by_rules(own.modules, rules):
             for parameter in modules.module.parameters:
                 yield f"{modules}.{parameter.name}", local_shape(parameter, found_rules, plan)

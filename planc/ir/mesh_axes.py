@@ -61,7 +61,7 @@ def axes_of(name: str, mesh: Collection[str]) -> tuple[str, ...]:
     return tuple(axis for axis in DERIVED.get(name, ()) if axis in mesh)
 
 
-def expanded(names: Iterable[str], mesh: Collection[str]) -> tuple[str, ...]:
+def expand_axes(names: Iterable[str], mesh: Collection[str]) -> tuple[str, ...]:
     """Names as axes of a mesh; an unknown name is kept, for a finding."""
     return tuple(axis for name in names for axis in axes_of(name, mesh) or (name,))
 

@@ -13,7 +13,7 @@ from math import lcm, prod
 from typing import Any, TypeVar
 
 from planc.diagnostics.source import NOWHERE, Span
-from planc.ir.mesh_axes import EXPERT_TENSOR, expanded
+from planc.ir.mesh_axes import EXPERT_TENSOR, expand_axes
 from planc.model.facts import Facts, Modules, Parameter, Segment
 from planc.model.patches import patches_of_class
 from planc.model.roles import attention, block_names, roles
@@ -89,12 +89,12 @@ class Mesh(Meaning):
         """The given axes with more than one rank."""
         return tuple(name for name in names if self.size(name) > 1)
 
-    def expanded(self, names: Iterable[str]) -> tuple[str, ...]:
+    def expand(self, names: Iterable[str]) -> tuple[str, ...]:
         """Names with those of derived axes replaced by the axes that they consist of."""
         known = (*self.names, *(self.experts.sizes if self.experts else ()))
-        return expanded(names, known)
+        return expand_axes(names, known)
 
-    def resized(self, sizes: Mapping[str, int]) -> Mesh:
+    def with_sizes(self, sizes: Mapping[str, int]) -> Mesh:
         """The mesh with other sizes, also of the ranks that divide experts."""
         axes = tuple(replace(a, size=sizes[a.name], inferred=False) for a in self.axes)
         made = replace(self, axes=axes)
@@ -163,16 +163,18 @@ class TensorRule(Meaning):
     open: bool = field(default=False, compare=False)
     inferred: Inferred | None = field(default=None, compare=False)
 
-    def sized(self, facts: Facts) -> TensorRule:
+    def for_model(self, facts: Facts) -> TensorRule:
         """The rule with the numbers of another model, on whose modules it is."""
         if not isinstance(self.style, MlaKv) or self.inferred is None:
             return self
         width = self.modules.module.parameters[0].shape[0]
-        rest = (facts.at(Modules(p, self.modules.module).first_name).module for p in self.beside)
+        rest = (
+            facts.at(Modules(p, self.modules.module).first_name).module for p in self.sibling_paths
+        )
         return replace(self, style=MlaKv(rope=width - sum(m.parameters[0].shape[-1] for m in rest)))
 
     @property
-    def beside(self) -> Iterator[tuple[Segment, ...]]:
+    def sibling_paths(self) -> Iterator[tuple[Segment, ...]]:
         """The paths of the modules beside it, of one of its modules."""
         for inner in self.inferred.beside if self.inferred else ():
             yield (*self.modules.path[:-1], *inner)
@@ -235,7 +237,7 @@ class Unit(Meaning):
     def root(self) -> bool:
         return self.members[0].path == ()
 
-    def placed(self, place: Callable[[Modules, Span], Iterable[Modules]]) -> Iterator[Unit]:
+    def with_members(self, place: Callable[[Modules, Span], Iterable[Modules]]) -> Iterator[Unit]:
         """The unit with other members; one for each, unless it is a group."""
         members = tuple(m for one in self.members for m in place(one, self.origin))
         if members and self.group:
@@ -438,7 +440,7 @@ class ContextRule(Meaning):
     op: ContextParallel | None = None
     images: ImagesSetting | None = None
 
-    def on(self, facts: Facts) -> ContextRule:
+    def for_model(self, facts: Facts) -> ContextRule:
         """The rule with the modules of a model between which each rank has its tokens."""
         if self.op is None:
             return self
@@ -536,26 +538,26 @@ class Plan(Meaning):
             yield from ((spread, spread.modules) for spread in self.fsdp.spreads)
             yield from ((unit, m) for unit in self.fsdp.units for m in unit.members)
 
-    def placed(self, place: Callable[[Modules, Span], Iterable[Modules]]) -> Plan:
+    def map_modules(self, place: Callable[[Modules, Span], Iterable[Modules]]) -> Plan:
         """The plan with other modules, but for those of its load section and its pipeline.
 
         Args:
             place: what takes the place of the modules of a line.
         """
 
-        def each(nodes: Iterable[Ruled]) -> tuple[Ruled, ...]:
+        def move(nodes: Iterable[Ruled]) -> tuple[Ruled, ...]:
             every = ((node, m) for node in nodes for m in place(node.modules, node.origin))
             return tuple(replace(node, modules=m) for node, m in every)
 
         fsdp = self.fsdp and replace(
             self.fsdp,
-            units=tuple(part for unit in self.fsdp.units for part in unit.placed(place)),
-            ignored=each(self.fsdp.ignored),
-            spreads=each(self.fsdp.spreads),
+            units=tuple(part for unit in self.fsdp.units for part in unit.with_members(place)),
+            ignored=move(self.fsdp.ignored),
+            spreads=move(self.fsdp.spreads),
         )
-        adapters = self.adapters and replace(self.adapters, rules=each(self.adapters.rules))
-        rules: dict[str, Any] = {name: each(getattr(self, name)) for name in _RULES}
-        own = {name: each(nodes) for name, nodes in self.sections.items()}
+        adapters = self.adapters and replace(self.adapters, rules=move(self.adapters.rules))
+        rules: dict[str, Any] = {name: move(getattr(self, name)) for name in _RULES}
+        own = {name: move(nodes) for name, nodes in self.sections.items()}
         rules["sections"] = {name: nodes for name, nodes in own.items() if nodes}
         return replace(self, fsdp=fsdp, adapters=adapters, **rules)
 

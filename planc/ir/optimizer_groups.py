@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from planc.ir.experts import expert_count
-from planc.ir.local_shapes import local_slices, ruled, splitting
+from planc.ir.local_shapes import local_slices, split_by_rules, splitting
 from planc.ir.nodes import OptimizerRule, Plan, TensorRule
-from planc.ir.parameter_owners import Owned, divided_by, inner_first, owned
+from planc.ir.parameter_owners import Owned, divided_by, inner_first, owned_modules
 from planc.model.facts import Facts, Modules, Parameter, generic
 from planc.model.module_table import BATCHED_EXPERTS, TRANSPOSED_EXPERTS
 from planc.ops.contract import Split, part_sizes
@@ -31,7 +31,7 @@ def is_matrix(modules: Modules, parameter: Parameter) -> bool:
 
 def steps_of(plan: Plan, facts: Facts) -> Iterator[Stepped]:
     """Every trainable parameter with its rule: the innermost one around it that takes it."""
-    for own in owned(plan, facts):
+    for own in owned_modules(plan, facts):
         yield from _of_owner(own, own.modules, plan)
 
 
@@ -48,9 +48,9 @@ def cut_rows(plan: Plan, facts: Facts) -> Iterator[tuple[Stepped, OptimizerRule,
     and the sizes of the slices that a rank has of a row.
     """
     rules, section = splitting(plan), plan.fsdp
-    for own in owned(plan, facts):
+    for own in owned_modules(plan, facts):
         placement = own.spread or own.unit
-        for part, styles in ruled(own.modules, rules):
+        for part, styles in split_by_rules(own.modules, rules):
             for step in _of_owner(own, part, plan):
                 rule, shape = step.rule, step.parameter.shape
                 if rule is None or not rule.op.in_eight_bits(shape):

@@ -28,7 +28,7 @@ class Owned:
         return parameter.trainable if self.training is None else self.training.trainable
 
     @property
-    def trained(self) -> bool:
+    def has_trainable(self) -> bool:
         """Whether any parameter of these modules takes a gradient."""
         return any(self.trains(p) for p in self.modules.module.parameters)
 
@@ -37,7 +37,7 @@ _LAST: list[tuple[Plan, Facts, tuple[Owned, ...]]] = []
 """The arguments and the result of the last call: the checks of a plan make the same one in turn."""
 
 
-def owned(plan: Plan, facts: Facts) -> tuple[Owned, ...]:
+def owned_modules(plan: Plan, facts: Facts) -> tuple[Owned, ...]:
     """Every module that has parameters of its own, in the order of the model."""
     for asked, model, found in _LAST:
         if asked is plan and model is facts:
@@ -67,7 +67,7 @@ def _find_owners(plan: Plan, facts: Facts) -> Iterator[Owned]:
                     yield Owned(modules=piece, unit=unit, spread=spread, training=training)
 
 
-def stepped(plan: Plan, facts: Facts) -> dict[str, int]:
+def stepped_dtypes(plan: Plan, facts: Facts) -> dict[str, int]:
     """The dtypes of the parameters that the optimizer steps, each with their number of elements.
 
     A backend may give the optimizer weights of its own, in their own dtype. A tied parameter counts
@@ -76,7 +76,7 @@ def stepped(plan: Plan, facts: Facts) -> dict[str, int]:
     backend = plan.fsdp.backend if plan.fsdp else None
     main = backend.optimizer_dtype if backend else None
     counts: dict[str, int] = {}
-    for own in owned(plan, facts):
+    for own in owned_modules(plan, facts):
         for parameter in own.modules.module.parameters:
             if own.trains(parameter):
                 dtype = main or plan.dtype(parameter)

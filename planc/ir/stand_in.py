@@ -78,14 +78,14 @@ def stand_in(
     `kept` are the real layers that the small ones stand for (`Shrunk.kept`).
     """
     state = StandInModel(plan, facts, small, kept)
-    made = plan.placed(state.walk)
+    made = plan.map_modules(state.walk)
     made = replace(
         made,
-        mesh=plan.mesh.resized(sizes),
+        mesh=plan.mesh.with_sizes(sizes),
         load=plan.load and replace(plan.load, fp32=tuple(state.all(plan.load.fp32, plan.load))),
-        tensor=tuple(rule.sized(small) for rule in made.tensor),
+        tensor=tuple(rule.for_model(small) for rule in made.tensor),
         pipeline=_pipeline(plan, state),
-        context=tuple(_among(rule.on(small), plan.mesh, sizes) for rule in made.context),
+        context=tuple(_among(rule.for_model(small), plan.mesh, sizes) for rule in made.context),
         attention=tuple(op.among(sizes[op.axis], plan.mesh.size(op.axis)) for op in made.attention),
     )
     acting = {node.origin for node, _ in made.acting}

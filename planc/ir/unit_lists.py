@@ -38,7 +38,7 @@ def of_entry(modules: Modules, index: int) -> Modules | None:
     return modules.with_entries(Indices.from_numbers([index])) if index in modules.entries else None
 
 
-def parted(at: Modules, child: Child, sets: Iterable[Modules]) -> Iterator[Modules]:
+def split_child(at: Modules, child: Child, sets: Iterable[Modules]) -> Iterator[Modules]:
     """A child of modules; of a list, entries are apart where a set has only some of them."""
     key, depth = Modules((*at.path, child.segment), child.module).key, len(at.path)
     parts = [child.indices] if child.indices is not None else []

@@ -31,7 +31,7 @@ class Backward:
         places = [
             self._place(own.modules, own.modules.entries.first if own.modules.entries else 0, at)
             for at, own in enumerate(self.every)
-            if own.trained
+            if own.has_trainable
         ]
         self.first: Place = min(places, default=(inf if self.every else -inf, 0, 0))
 
@@ -68,7 +68,7 @@ class Backward:
         """The number of these modules that have a parameter inside that takes a gradient."""
         if self.whole:
             return len(modules)
-        found = (o.modules.inside(modules) for o in self.every if o.trained)
+        found = (o.modules.inside(modules) for o in self.every if o.has_trainable)
         depth = len(modules.path)
         return len({n for m in found if m for n in _upto(m, depth).names()})
 

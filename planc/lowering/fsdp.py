@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from planc.ir.experts import dividing
 from planc.ir.nodes import Fsdp, Meaning, Plan, SpreadRule, Unit
-from planc.ir.parameter_owners import owned
+from planc.ir.parameter_owners import owned_modules
 from planc.ir.unit_lists import lists
 from planc.lowering.memory import Holdings
 from planc.model.facts import Facts
@@ -103,7 +103,9 @@ def _alike(unit: Unit, plan: Plan, facts: Facts) -> int:
     """
     experts = plan.mesh.experts
     rules = [r for r in dividing(plan) if r.dispatch == ALL_REDUCE]
-    own = {own.modules for own in owned(plan, facts) if own.unit is unit} if rules else set()
+    own = (
+        {own.modules for own in owned_modules(plan, facts) if own.unit is unit} if rules else set()
+    )
     if experts is None or not any(r.modules.overlap(m) for r in rules for m in own):
         return 1
     tensor = [a.name for a in plan.mesh.of_role(AxisRole.TENSOR)]

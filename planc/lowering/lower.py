@@ -23,10 +23,10 @@ from typing import TypeVar
 
 from planc.infer.apply_adapters import styles
 from planc.ir.experts import dividing, expert_count, expert_styles, splits_divided
-from planc.ir.local_shapes import local_shape, ruled
+from planc.ir.local_shapes import local_shape, split_by_rules
 from planc.ir.nodes import AdapterRule, OptimizerRule, Plan, TensorRule
 from planc.ir.optimizer_groups import cut_of, steps_of
-from planc.ir.parameter_owners import stepped
+from planc.ir.parameter_owners import stepped_dtypes
 from planc.lowering.fsdp import settings, units_of
 from planc.lowering.lora import adapt, quantize, scales
 from planc.lowering.memory import Holdings
@@ -156,7 +156,7 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
     return Stage(
         parameters=at_rest + scales(plan),
         gathered=max((u.gathered for u in units), default=0),
-        steps=tuple(sorted(stepped(plan, facts))),
+        steps=tuple(sorted(stepped_dtypes(plan, facts))),
         ops=tuple(op for _, op in sorted(phases, key=itemgetter(0))),
     )
 
@@ -332,7 +332,7 @@ def _parallelize(rules: list[TensorRule], plan: Plan) -> Iterator[Parallelize]:
     for i, rule in enumerate(rules):
         module = rule.modules.module
         earlier = [r for r in rules[:i] if r.axis != rule.axis]
-        for modules, before in ruled(rule.modules, earlier):
+        for modules, before in split_by_rules(rule.modules, earlier):
             yield Parallelize(
                 modules=modules,
                 axes=(rule.axis,),
@@ -428,7 +428,7 @@ def dispatch_operations(plan: Plan) -> Iterator[DispatchExperts]:
     split = [r for r in plan.tensor if splits_divided(r, plan)]
     for rule, style in zip(dividing(plan), expert_styles(plan), strict=True):
         module = rule.modules.module
-        for modules, inside in ruled(rule.modules, split):
+        for modules, inside in split_by_rules(rule.modules, split):
             held = (style, *inside)
             yield DispatchExperts(
                 modules=modules,

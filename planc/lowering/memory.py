@@ -11,9 +11,9 @@ from math import prod
 from typing import Any
 
 from planc.infer.apply_adapters import FOUR_BIT
-from planc.ir.local_shapes import local_shape, ruled, split_dim
+from planc.ir.local_shapes import local_shape, split_by_rules, split_dim
 from planc.ir.nodes import Plan, Precision, SpreadRule, TensorRule, Unit
-from planc.ir.parameter_owners import owned
+from planc.ir.parameter_owners import owned_modules
 from planc.lowering.backward import Backward
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
 from planc.ops.fsdp import FullyShard, Spread
@@ -67,7 +67,7 @@ class Holdings:
 
     def __init__(self, facts: Facts, plan: Plan, tensor: Iterable[TensorRule]) -> None:
         self.plan, self.tied = plan, Tied(facts)
-        self.backward = Backward(owned(plan, facts))
+        self.backward = Backward(owned_modules(plan, facts))
         rules = [r for r in tensor if not isinstance(r.style, PARAMETERLESS)]
         hooks = _NARROW.find_all(plan.sections)
         gathers = self.gathers = [rule for narrow in hooks for rule in narrow(plan)]
@@ -83,8 +83,8 @@ class Holdings:
                 narrow=bool(low) and parameter.name == "weight",
             )
             for owner in self.backward.every
-            for whole, on in ruled(owner.modules, rules)
-            for part, low in ruled(whole, gathers)
+            for whole, on in split_by_rules(owner.modules, rules)
+            for part, low in split_by_rules(whole, gathers)
             for parameter in part.module.parameters
             if (count := self.tied.owners(part, parameter.name))
             for local in [_local(part, parameter, on, plan)]

@@ -26,7 +26,9 @@ def of_ranks(plan: ir.Plan, facts: Facts) -> Iterator[tuple[ir.Plan, Facts]]:
         own = stages_of_rank(op.schedule, rank, ranks, op.stages)
         mine = replace(op, own=own)
         gone, kept = tuple(elsewhere(mine)), mine.shared_modules
-        left = _with_kept(plan, plan.placed(partial(_remaining_modules, gone, kept)), gone, kept)
+        left = _with_kept(
+            plan, plan.map_modules(partial(_remaining_modules, gone, kept)), gone, kept
+        )
         rule = replace(plan.pipeline, op=mine)
         yield replace(left, pipeline=rule), _facts_without(facts, gone, kept)
 
@@ -66,7 +68,7 @@ def _with_kept(
         more = (m for m in inner if len(m.path) > len(modules.path))
         return (*found, *more) if unit.group else found
 
-    units = (part for unit in plan.fsdp.units for part in unit.placed(partial(place, unit)))
+    units = (part for unit in plan.fsdp.units for part in unit.with_members(partial(place, unit)))
     return replace(left, fsdp=replace(left.fsdp, units=tuple(units)))
 
 

@@ -13,7 +13,7 @@ from planc.diagnostics.diagnostic import Sink
 from planc.diagnostics.source import Source
 from planc.emit.python.script import render as script
 from planc.emit.text import render as text_of
-from planc.ir.local_shapes import local_shape, ruled
+from planc.ir.local_shapes import local_shape, split_by_rules
 from planc.ir.nodes import Mesh, Plan, TensorRule
 from planc.lowering import lower
 from planc.ops.document import dumps, loads
@@ -94,7 +94,7 @@ def test_the_parts_of_a_packed_dim_are_split_in_turn():
     weight = type(head.module.parameters[0])(name="weight", shape=(16, 3), dtype="float32")
     assert local_shape(weight, rules[:1], plan) == (2 + 3, 3)
     assert local_shape(weight, rules, plan) == (1 + 2, 3)
-    assert ruled(head, rules) == [(head, tuple(rules))]
+    assert split_by_rules(head, rules) == [(head, tuple(rules))]
     assert local_shape(weight, (), plan) == (16, 3)
 
 

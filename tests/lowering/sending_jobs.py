@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import planc
 from planc.compiler import compile_plan
 from planc.diagnostics.diagnostic import Sink
-from planc.ir.parameter_owners import owned
+from planc.ir.parameter_owners import owned_modules
 from planc.lowering.backward import Backward
 from planc.lowering.pipeline_sends import arguments_of
 from planc.lowering.sends import sends
@@ -150,7 +150,7 @@ def counted(kind, plan, settings, rows, changes=None, passes=1):
     step = Step(
         lowered=run.lowered,
         config=config.to_dict(),
-        backward=Backward(owned(*done.applied)),
+        backward=Backward(owned_modules(*done.applied)),
         arguments=arguments_of(run.lowered.pipeline, facts),
         **given,
     )

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from planc.ir.unit_lists import parted
+from planc.ir.unit_lists import split_child
 from planc.model.facts import Facts, Modules, Parameter
 
 
@@ -65,7 +65,9 @@ def by_dtype(
 
 def _children(modules: Modules, taken: Sequence[Modules]) -> Iterator[Modules]:
     """The child modules; entries of a list are separate where a set distinguishes them."""
-    return (part for child in modules.module.children for part in parted(modules, child, taken))
+    return (
+        part for child in modules.module.children for part in split_child(modules, child, taken)
+    )
 
 
 def _parts_tie(facts: Facts, modules: Modules) -> bool:

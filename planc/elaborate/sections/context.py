@@ -144,7 +144,7 @@ def _rule(
             origins=tuple((n, lines[n].origin) for n in ("balance", "exchange") if n in lines),
         )
         images = _images(axis, settings)
-        rule = ContextRule(axis=axis, op=op, images=images, origin=origin).on(program.facts)
+        rule = ContextRule(axis=axis, op=op, images=images, origin=origin).for_model(program.facts)
         if attention == _GATHER and rule.op and not rule.op.seeing:
             program.sink.error(
                 "PL571",

@@ -11,7 +11,7 @@ from planc.elaborate.scope import Scope
 from planc.elaborate.sections import fsdp_policies, fsdp_units
 from planc.elaborate.sections.word_settings import one_word
 from planc.elaborate.selectors import select
-from planc.ir.mesh_axes import expanded
+from planc.ir.mesh_axes import expand_axes
 from planc.ir.nodes import Fsdp, Ignored, SpreadRule
 from planc.ops.backend import Backend, backend, names
 from planc.syntax import ast
@@ -118,7 +118,7 @@ def _target(rule: ast.Rule) -> str:
 def _axes(section: ast.Section, program: Program) -> tuple[tuple[str, ...], tuple[str, ...]]:
     names = program.mesh.names if program.mesh else program.scope.axis_names
     shard, replicate = (a.path for a in section.axes), (a.path for a in section.replicate)
-    return expanded(shard, names), expanded(replicate, names)
+    return expand_axes(shard, names), expand_axes(replicate, names)
 
 
 def _spread(section: ast.Section, program: Program) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -130,7 +130,7 @@ def _spread(section: ast.Section, program: Program) -> tuple[tuple[str, ...], tu
         help = f"write `{section.name} on dp_shard {{`"
         program.sink.error("PL305", message, section.name_origin, help=help)
     for name in section.replicate:
-        for axis in set(axes).intersection(expanded([name.path], program.scope.axis_names)):
+        for axis in set(axes).intersection(expand_axes([name.path], program.scope.axis_names)):
             message = f"`{axis}` cannot both shard and replicate"
             program.sink.error("PL310", message, name.origin, help="remove it from one of the two")
     if section.name == "fsdp":

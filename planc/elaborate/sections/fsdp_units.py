@@ -15,7 +15,7 @@ from planc.elaborate.sections.auto_wrap import by_dtype, by_size
 from planc.elaborate.sections.fsdp_policies import DTYPES, PRECISION, precision
 from planc.elaborate.selectors import select
 from planc.ir.local_shapes import AUTO
-from planc.ir.mesh_axes import expanded
+from planc.ir.mesh_axes import expand_axes
 from planc.ir.nodes import Precision, SpreadRule, Unit
 from planc.model.facts import Modules
 from planc.model.indices import Indices
@@ -145,7 +145,7 @@ def _axes(arguments: Arguments) -> tuple[str, ...] | None:
         return None
     mesh = arguments.scope.solve()
     known = (n for n in names if n is not None)
-    return mesh.expanded(known) if mesh else expanded(known, arguments.scope.axis_names)
+    return mesh.expand(known) if mesh else expand_axes(known, arguments.scope.axis_names)
 
 
 def _factors(expression: ast.Expr) -> Iterator[str | None]:

@@ -15,7 +15,7 @@ from planc.checks.queries import (
 )
 from planc.diagnostics.diagnostic import Label, Sink, one_of
 from planc.diagnostics.source import Span
-from planc.ir.local_shapes import local_shape, ruled
+from planc.ir.local_shapes import local_shape, split_by_rules
 from planc.ir.nodes import Plan
 from planc.model.facts import Facts, Modules
 from planc.ops.base import AxisRole
@@ -123,7 +123,7 @@ def _sizes(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
     No CPU path of torchao checks it; `torch._scaled_mm` raises on a GPU.
     """
     step, weight = BLOCK[op.recipe], op.modules.module.weight
-    for _, rules in ruled(op.modules, active(plan)):
+    for _, rules in split_by_rules(op.modules, active(plan)):
         local = local_shape(weight, rules, plan)
         wrong = next((dim for dim in (0, 1) if local[dim] % step), None)
         if wrong is None:
@@ -219,7 +219,7 @@ def _on_others(op: LowPrecision, plan: Plan) -> Iterator[LowPrecision]:
 def _axes(op: LowPrecision, plan: Plan) -> Iterator[tuple[object, ...]]:
     """The axes over which styles and FSDP split the weights, of each part of the modules."""
     assert plan.fsdp is not None
-    for modules, rules in ruled(op.modules, [*sharding_rules(active(plan))]):
+    for modules, rules in split_by_rules(op.modules, [*sharding_rules(active(plan))]):
         unit = unit_of(plan, modules)
         yield frozenset(rule.axis for rule in rules), unit and plan.fsdp.axes(unit)
 

@@ -10,7 +10,7 @@ Source: `megatron_fsdp` 0.6.1, `fully_shard_model` and the functions that it cal
 from planc.checks.queries import active
 from planc.diagnostics.diagnostic import Sink, one_of
 from planc.ir.nodes import Fsdp, Plan, Unit
-from planc.ir.parameter_owners import owned
+from planc.ir.parameter_owners import owned_modules
 from planc.model.facts import Facts, Modules
 from planc.ops import phrases
 from planc.sections.megatron_fsdp.ops import STRATEGIES, MegatronShard
@@ -58,7 +58,7 @@ def _settings(section: Fsdp, sink: Sink) -> None:
 
 def _scalars(plan: Plan, facts: Facts, sink: Sink) -> None:
     """It shards rows; `fully_shard` gets parameters of one element in the place of scalars."""
-    for one in owned(plan, facts):
+    for one in owned_modules(plan, facts):
         bare = [p.name for p in one.modules.module.parameters if not p.shape]
         if bare and one.unit is not None:
             of = f" of `{one.modules}`" if str(one.modules) else ""
@@ -81,7 +81,7 @@ def _precision(plan: Plan, section: Fsdp, own: MegatronShard, facts: Facts, sink
         sink.error("PL498", message, said.origin, help="keep one of the two")
     kept = {
         plan.dtype(parameter): f"{held.modules}.{parameter.name}"
-        for held in owned(plan, facts)
+        for held in owned_modules(plan, facts)
         for parameter in held.modules.module.parameters
     }
     wrong = [f"{name} is {dtype}" for dtype, name in kept.items() if dtype != said.param]

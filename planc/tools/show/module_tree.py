@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from planc.compiler import Compiled
 from planc.diagnostics.diagnostic import Sink
-from planc.ir.unit_lists import parted
+from planc.ir.unit_lists import split_child
 from planc.lowering.memory import Tied
 from planc.model.facts import Facts, Modules, Segment
 from planc.model.indices import Indices
@@ -79,7 +79,7 @@ class _Tree:
         held = [i for i, modules in enumerate(self.held) if any(map(at.inside, modules))]
         stage = held[0] if len(held) == 1 else None
         known: dict[object, str] = {}
-        parts = [p for child in at.module.children for p in parted(at, child, self.sets)]
+        parts = [p for child in at.module.children for p in split_child(at, child, self.sets)]
         for part in sorted(parts, key=lambda part: _first(part.path[-1])):
             last = part.path[-1]
             row = self.row(part, str(last), stage)

@@ -190,7 +190,7 @@ class Space:
         axes = (a for a in self.axes if given[a.name] > 1 or a.name not in made)
         some = self.experts is not None and given.get(self.experts.ranks.name, 1) > 1
         divided = self.experts if some else None
-        return replace(self.plan.mesh, axes=tuple(axes), experts=divided).resized(given)
+        return replace(self.plan.mesh, axes=tuple(axes), experts=divided).with_sizes(given)
 
     def choices(self, sizes: Sizes) -> Iterator[Choice]:
         """The ways to checkpoint and to compute the loss on one mesh."""
