@@ -75,7 +75,7 @@ def compile_graph_breaks(plan: Plan, facts: Facts, sink: Sink) -> None:
                     )
         for rule in active(plan):
             rowwise = isinstance(rule.style, Rowwise) and rule.modules.module.kind == "embedding"
-            if rowwise and rule.modules.within(compiled.modules):
+            if rowwise and rule.modules.is_within(compiled.modules):
                 sink.error(
                     "PL435",
                     f"torch cannot compile `{rule.modules}` while it is rowwise",
@@ -98,7 +98,7 @@ def async_tensor_parallel(plan: Plan, facts: Facts, sink: Sink) -> None:
         if not compiled.async_tp:
             continue
         label = Label(span=compiled.origin, text="async_tp")
-        own = [r for r in rules if r.modules.within(compiled.modules)]
+        own = [r for r in rules if r.modules.is_within(compiled.modules)]
         if len(compiled.async_tp) > 1:
             axes = one_of(compiled.async_tp, last="and")
             message = f"torch overlaps the collectives of one axis, and the styles use {axes}"

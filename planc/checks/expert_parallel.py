@@ -82,7 +82,7 @@ def _style(rule: ExpertRule, plan: Plan) -> tuple[str, *tuple[Label, ...]] | Non
         splits = (style.split(p) for p in style.modules.module.parameters)
         if any(split is not None and split.dim == 0 for split in splits):
             return f"{name} has its experts divided over ranks, and a style shards that dim", label
-    if experts and experts.inside and [*rule.modules.outside(s.modules for s in styles)]:
+    if experts and experts.inside and [*rule.modules.parts_outside(s.modules for s in styles)]:
         label = Label(span=experts.ranks.origin, text=f"with {EXPERT_TENSOR}")
         return (
             f"no style splits the inside of {name} over {' * '.join(experts.inside)}, as "
@@ -123,10 +123,10 @@ def _compiled_limits(rule: ExpertRule, plan: Plan, sink: Sink) -> None:
     """
     name, label = f"`{rule.modules}`", Label(span=rule.origin, text="limited here")
     for compiled in plan.compile:
-        inside = rule.modules.inside(compiled.modules)
+        inside = rule.modules.part_inside(compiled.modules)
         if inside is None:
             continue
-        checkpoint = next((c for c in plan.recomputed if inside.inside(c.modules)), None)
+        checkpoint = next((c for c in plan.recomputed if inside.part_inside(c.modules)), None)
         if not (checkpoint or compiled.fullgraph):
             continue
         message = f"{name} is compiled, where its rows are not known when it is computed again"

@@ -96,7 +96,7 @@ def _check_ties(steps: list[Stepped], facts: Facts, sink: Sink) -> None:
             one, two = first.rule, other.rule
             same = replace(one.op, modules=two.op.modules) == two.op
             same = same and all(getattr(one, name) == getattr(two, name) for name in _UNITS)
-            if same or first.modules.within(two.modules):
+            if same or first.modules.is_within(two.modules):
                 continue
             sink.error(
                 "PL102",

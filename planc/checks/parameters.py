@@ -204,7 +204,7 @@ def _report_conflict(one: Ignored, plan: Plan, sink: Sink) -> None:
     rules = (r for r in plan.tensor if not isinstance(r.style, Attributes | Input | Output))
     said += [(rule.modules, rule.origin, "a style") for rule in rules]
     for modules, origin, what in said:
-        if modules.within(one.modules):
+        if modules.is_within(one.modules):
             sink.error(
                 "PL441",
                 f"`{modules}` is ignored, and has {what}",
@@ -253,5 +253,5 @@ def _check_ties(group: tuple[str, ...], plan: Plan, facts: Facts, sink: Sink) ->
 
 
 def _innermost_freeze(modules: Modules, plan: Plan) -> Freeze | None:
-    inside = [t for t in plan.train if modules.within(t.modules)]
+    inside = [t for t in plan.train if modules.is_within(t.modules)]
     return inside[-1] if inside else None  # outer ones come first

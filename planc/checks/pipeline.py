@@ -90,7 +90,7 @@ def _without_training(plan: Plan, facts: Facts, op: Pipeline) -> Iterator[tuple[
         return
     trained = [own.modules for own in owned_modules(plan, facts) if own.has_trainable]
     for stage in range(op.stages):
-        if any(modules.within(part) for modules in trained for part in op.stage_modules(stage)):
+        if any(modules.is_within(part) for modules in trained for part in op.stage_modules(stage)):
             continue
         if section:
             text = f"stage {stage} has no adapter, and nothing to train"

@@ -131,7 +131,7 @@ def kept_in_float32(plan: Plan, facts: Facts, sink: Sink) -> None:
         for parameter in own.modules.module.parameters:
             if parameter.keep_in_fp32 and parameter.cast(policy.param) != policy.param:
                 names, key = found.setdefault(policy, {}), (own.modules.key, parameter.name)
-                names[key] = own.modules.joined(names.get(key, own.modules))
+                names[key] = own.modules.join(names.get(key, own.modules))
     for policy, names in found.items():
         assert policy.param is not None
         short = phrases.value(policy.param)

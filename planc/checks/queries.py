@@ -35,7 +35,7 @@ def child_rules(outer: Modules, rules: Iterable[TensorRule]) -> Iterator[TensorR
     """The rules on children of the modules."""
     n = len(outer.path)
     for rule in rules:
-        if len(rule.modules.path) == n + 1 and rule.modules.within(outer):
+        if len(rule.modules.path) == n + 1 and rule.modules.is_within(outer):
             yield rule
 
 
@@ -82,7 +82,7 @@ def unit_of(plan: Plan, modules: Modules) -> Unit | None:
 
 def holds(outer: Modules, modules: Modules) -> bool:
     """Whether every one of the modules is, or is inside, one of the outer modules."""
-    return not modules.outside([outer])
+    return not modules.parts_outside([outer])
 
 
 def looked_up(modules: Modules, parameter: Parameter, facts: Facts) -> str | None:

@@ -28,7 +28,7 @@ def replicated_parameters(plan: Plan, facts: Facts) -> list[tuple[int, str]] | N
     shared = _shared_modules(rules[0].axis, plan, facts)
     for modules in facts.model.below():
         for parameter in modules.module.parameters:
-            left: list[Modules] = list(modules.outside(shared))
+            left: list[Modules] = list(modules.parts_outside(shared))
             for rule in every:
                 if rule.split(parameter):
                     left = [rest for part in left for rest in part.minus(rule.modules)]

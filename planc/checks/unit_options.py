@@ -145,7 +145,7 @@ def _check_styled(
 def _met(rule: TensorRule, modules: Modules) -> Modules | None:
     """The modules' parameters that a rule decides: all inside for `replicate(gradient = sum)`."""
     inside = isinstance(rule.style, Replicated)
-    return modules.inside(rule.modules) if inside else modules.overlap(rule.modules)
+    return modules.part_inside(rule.modules) if inside else modules.overlap(rule.modules)
 
 
 _Held = list[tuple[str, tuple[int, ...]]]

@@ -24,11 +24,11 @@ def nested_units(plan: Plan, facts: Facts, sink: Sink) -> None:
                 message = f"`{member}` is inside `{outer}`, a member of the same group"
                 sink.error("PL410", message, unit.origin, help=f"remove `{member}` from the group")
         below = (part for member in unit.members for part in member.below())
-        left = any(part.module.parameters and part.outside(ignored) for part in below)
+        left = any(part.module.parameters and part.parts_outside(ignored) for part in below)
         if sum(m.module.count for m in unit.members) and left:
             continue
         why = [f"`{unit.members[0]}` is a {unit.members[0].module.cls}"]
-        if any(i.within(m) for i in ignored for m in unit.members):
+        if any(i.is_within(m) for i in ignored for m in unit.members):
             why = ["all its parameters are ignored"]
         message = f"the unit `{unit.members[0]}` has no parameters to shard"
         sink.error("PL411", message, unit.origin, facts=why, help="remove the rule")
@@ -85,7 +85,7 @@ def blocks_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
         some = [(m, u) for m, u in members if m.key == modules.key]
         if not some or modules.key in done or _is_covered(modules, members):
             continue
-        left = modules.outside(member for member, _ in some)
+        left = modules.parts_outside(member for member, _ in some)
         if not left:
             continue
         done.add(modules.key)
@@ -249,5 +249,5 @@ def _frozen(gap: Modules, plan: Plan) -> list[Label]:
     return [
         Label(span=rule.origin, text="frozen")
         for rule in plan.train
-        if not rule.trainable and (gap.within(rule.modules) or rule.modules.within(gap))
+        if not rule.trainable and (gap.is_within(rule.modules) or rule.modules.is_within(gap))
     ]

@@ -41,7 +41,7 @@ def gradient_sums(of: FlowOperations, state: State) -> Iterator[FoundRule]:
                     slices[source] = max(slices.get(source, 0), flow.shapes[tensor][-1])
             elif event.name in stated:
                 if any(isinstance(s, st.Replicated) for s in stated[event.name]):
-                    waiting += ((t, met) for t in event.taken)
+                    waiting += ((t, met) for t in event.input_tensors)
             elif event.linear and event.name not in splits:
                 rope = slices.get(tensor, flow.shapes[tensor][-1])
                 beside = tuple(_rest_consumers(flow, tensor, rope))
@@ -49,7 +49,7 @@ def gradient_sums(of: FlowOperations, state: State) -> Iterator[FoundRule]:
                 yield found._replace(module=event.name, style=style, beside=beside)
             elif event.name not in splits:
                 yield found._replace(module=event.name)
-                waiting += ((t, met) for t in event.taken)
+                waiting += ((t, met) for t in event.input_tensors)
 
 
 def _rest_consumers(flow: DataFlow, tensor: int, rope: int) -> Iterator[str]:

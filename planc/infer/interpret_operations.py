@@ -63,7 +63,7 @@ class FlowOperations:
                 if isinstance(event, Operation):
                     given = event.outputs
                 elif event.name in self.ruled or (event.leaf and event.weights):
-                    given = event.given
+                    given = event.output_tensors
                 else:
                     continue
                 for tensor in given:
@@ -195,7 +195,7 @@ class FlowOperations:
                 if isinstance(event, FlowCall) and event.name in self.ruled:
                     yield event.name
                 else:
-                    waiting += event.inputs if isinstance(event, Operation) else event.taken
+                    waiting += event.inputs if isinstance(event, Operation) else event.input_tensors
 
     def follow(self, one: Operation, given: Inputs, dims: dict[int, int | None]) -> None:
         """Records the split dim of a varying input in the outputs of an operation."""

@@ -56,7 +56,7 @@ class _Inference(FlowOperations):
 
     def layouts(self, sequence: bool) -> Layouts:
         root = self.flow.root
-        leaving = (*root.given, *root.nested)
+        leaving = (*root.output_tensors, *root.nested)
         for _ in range(6):
             state = self.attempt(root, State(), Around(sequence=sequence))
             varying = (t for t in leaving if state.kind(t) is Held.VARYING)
@@ -124,7 +124,7 @@ class _Inference(FlowOperations):
         try:
             result = self.run_body(call, state, around)
             if call is self.flow.root:
-                leaving = (*call.given, *call.nested)
+                leaving = (*call.output_tensors, *call.nested)
                 parts = [t for t in leaving if result.kind(t) is Held.PART]
                 if parts:
                     raise Clash("a part of the sequence leaves the model", whole=parts)
@@ -168,7 +168,7 @@ class _Inference(FlowOperations):
             seen.add(tensor)
             for event in call.body:
                 if isinstance(event, FlowCall):
-                    if tensor in event.given:
+                    if tensor in event.output_tensors:
                         # a style can't change what is in an object
                         yield from self.givers(event, tensor) if event.structured else (event,)
                         break
@@ -209,7 +209,7 @@ class _Inference(FlowOperations):
                 case _:
                     state = state.with_rules(FoundRule(call.name, style))
                     if contract(style).gives:
-                        return state.with_kind(call.given, Held.VARYING)
+                        return state.with_kind(call.output_tensors, Held.VARYING)
         if state.some(call, Held.PART):
             return self.ends(call, self.with_parts(call, state, around), around)
         return self.ends(call, self.without_parts(call, state, around), around)
@@ -295,8 +295,8 @@ class _Inference(FlowOperations):
         """One sum of the input's gradient for all linears inside that take it."""
         inner = state.with_kind((t for _, t in whole), Held.GATHERED)
         made = self.attempt(call, inner, replace(around, gathered=True, mends=False))
-        made = made.with_kind((t for _, t in whole if t not in call.given), Held.WHOLE)
-        if any(made.kind(t) is Held.GATHERED for t in call.given):
+        made = made.with_kind((t for _, t in whole if t not in call.output_tensors), Held.WHOLE)
+        if any(made.kind(t) is Held.GATHERED for t in call.output_tensors):
             raise Clash("a DTensor leaves", call.line)
         reason = "the gradients of all that take its input are summed once"
         both = Redistribution(Replicate(), Replicate())
@@ -308,7 +308,7 @@ class _Inference(FlowOperations):
     ) -> State:
         """From here on hidden states are parts of the sequence."""
         made = self.attempt(call, state.with_kind((t for _, t in whole), Held.PART), around)
-        made = made.with_kind((t for _, t in whole if t not in call.given), Held.WHOLE)
+        made = made.with_kind((t for _, t in whole if t not in call.output_tensors), Held.WHOLE)
         reason = "from here on, hidden states are parts of the sequence"
         found = self.input(call, whole, lambda t: Redistribution(Replicate(), self.part(t)), reason)
         return _first(made, state, found, sent=self.wide(t for _, t in whole))
@@ -330,7 +330,7 @@ class _Inference(FlowOperations):
         to_whole = around.forced.get(call.name) is Held.WHOLE
 
         def sent_bytes(way: State) -> float:
-            left = (t for t in call.given if way.kind(t) is Held.PART)
+            left = (t for t in call.output_tensors if way.kind(t) is Held.PART)
             return way.sent + (self.wide(left) if to_whole else 0)
 
         # one gather around is one rule
@@ -348,12 +348,14 @@ class _Inference(FlowOperations):
             raise Clash(f"`sequence` passes one input on, `{call.name}` takes more", call.line)
         if any(t in flow.tied for _, t in call.weights):
             raise Clash(f"the weights of `{call.name}` are another module's too", call.line)
-        if any(made.kind(t) is not Held.PART for t in call.given):
+        if any(made.kind(t) is not Held.PART for t in call.output_tensors):
             raise Clash(f"the output of `{call.name}` is no part of the sequence", call.line)
         reason = "it is applied to parts of the sequence, token by token"
-        dim = self.part(call.taken[0]).dim
+        dim = self.part(call.input_tensors[0]).dim
         found = FoundRule(call.name, st.Sequence(dim=dim), reason, line=call.line)
-        work = not call.linear and any(flow.shapes[t][-1] == flow.width for t in call.given)
+        work = not call.linear and any(
+            flow.shapes[t][-1] == flow.width for t in call.output_tensors
+        )
         made = replace(made, rules=state.rules, sent=state.sent, work=made.work + work)
         return made.with_rules(found)
 
@@ -390,7 +392,7 @@ class _Inference(FlowOperations):
         if changes and call.structured:
             raise Clash(f"a style can't change what is in the object of `{call.name}`", call.line)
         # others still have parts
-        left = {t: Held.PART for _, t in parts if t not in call.given}
+        left = {t: Held.PART for _, t in parts if t not in call.output_tensors}
         made = replace(made, kinds={**made.kinds, **kinds, **left})
         reason = "all tokens are needed inside"
         found = self.input(
@@ -436,7 +438,7 @@ class _Inference(FlowOperations):
                 raise Clash(f"plain weights of `{call.name}` take a DTensor", call.line)
             gathered = around.gathered or bool(inner.some(call, Held.GATHERED))
             made = self.attempt(call, inner, replace(around, gathered=gathered, mends=True))
-        left = {t: before.kind(t) for t in call.taken if t not in call.given}
+        left = {t: before.kind(t) for t in call.input_tensors if t not in call.output_tensors}
         made = replace(made, kinds={**made.kinds, **left})
         for style in styles:
             changes = style.positional if isinstance(style, st.Output) else ()
@@ -450,7 +452,7 @@ class _Inference(FlowOperations):
 
     def of_style(self, call: FlowCall, style: Style, state: State) -> State:
         """The outputs of a module whose weights have a stated style."""
-        source = call.taken[0] if call.taken else None
+        source = call.input_tensors[0] if call.input_tensors else None
         match style:
             case st.Colwise() | st.Rowwise():
                 if source is not None and source in self.flow.live:
@@ -465,7 +467,7 @@ class _Inference(FlowOperations):
                 output, local = style.output, style.local
             case _:
                 output, local = Replicate(), True
-        for tensor in call.given:
+        for tensor in call.output_tensors:
             last = len(self.flow.shapes[tensor]) - 1
             at = style.dim if isinstance(style, st.Sequence) else last
             state = replace(state, dims={**state.dims, tensor: at})
@@ -475,7 +477,7 @@ class _Inference(FlowOperations):
     # Split weights --------------------------------------------------------------------------------
 
     def colwise(self, call: FlowCall, style: st.Colwise, state: State) -> State:
-        source, out = call.taken[0], call.given[0]
+        source, out = call.input_tensors[0], call.output_tensors[0]
         whole = isinstance(style.output, Replicate) or call.name in self.heads
         have = state.kind(source)
         if have is Held.VARYING:
@@ -497,7 +499,7 @@ class _Inference(FlowOperations):
         return state.with_rules(FoundRule(call.name, made, reason, line=call.line), sent=sent)
 
     def rowwise(self, call: FlowCall, style: st.Rowwise, state: State, around: Around) -> State:
-        source, out = call.taken[0], call.given[0]
+        source, out = call.input_tensors[0], call.output_tensors[0]
         to, have = around.forced.get(call.name), state.kind(source)
         dim = self.flow.token_dim(out)
         cut = around.sequence and to not in (Held.WHOLE, Held.GATHERED)
@@ -534,7 +536,7 @@ class _Inference(FlowOperations):
                 reason = "each rank applies it to its own slice of the experts"
                 one = st.Replicated(summed=True)
                 inner.append(FoundRule(child.name, one, reason, (call.name,), child.line))
-        out = call.given[0]
+        out = call.output_tensors[0]
         to = around.forced.get(call.name)
         cut = around.sequence and self.flow.hidden(out) and to not in (Held.WHOLE, Held.GATHERED)
         kind = Held.PART if cut else Held.GATHERED if to is Held.GATHERED else Held.WHOLE
@@ -542,7 +544,7 @@ class _Inference(FlowOperations):
             style, output=self.part(out) if cut else Replicate(), local=kind is Held.WHOLE
         )
         reason = "its sum is needed as parts of the sequence" if cut else ""
-        state = state.with_kind(call.given, Held.WHOLE).with_kind((out,), kind)
+        state = state.with_kind(call.output_tensors, Held.WHOLE).with_kind((out,), kind)
         return state.with_rules(FoundRule(call.name, made, reason, line=call.line), *inner, sent=4)
 
 

@@ -539,11 +539,7 @@ class Plan(Meaning):
             yield from ((unit, m) for unit in self.fsdp.units for m in unit.members)
 
     def map_modules(self, place: Callable[[Modules, Span], Iterable[Modules]]) -> Plan:
-        """The plan with other modules, but for those of its load section and its pipeline.
-
-        Args:
-            place: what takes the place of the modules of a line.
-        """
+        """Replaces the modules of each line, except in the load section and the pipeline."""
 
         def move(nodes: Iterable[Ruled]) -> tuple[Ruled, ...]:
             every = ((node, m) for node in nodes for m in place(node.modules, node.origin))

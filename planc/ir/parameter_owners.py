@@ -112,7 +112,7 @@ def divided_by(
     left = [modules]
     for outer, what in around:
         for part in list(left):
-            both = part.inside(outer)
+            both = part.part_inside(outer)
             if both is not None:
                 left.remove(part)
                 left.extend(part.minus(both))

@@ -30,7 +30,7 @@ def with_copies(op: Pipeline, facts: Facts) -> Pipeline:
         stages = tuple(
             stage
             for stage, parts in enumerate(held)
-            if any(owner.within(part) for owner in owners for part in parts)
+            if any(owner.is_within(part) for owner in owners for part in parts)
         )
         if len(stages) > 1:
             parameters, modules = found.setdefault(stages, ([], []))

@@ -68,7 +68,7 @@ class Backward:
         """The number of these modules that have a parameter inside that takes a gradient."""
         if self.whole:
             return len(modules)
-        found = (o.modules.inside(modules) for o in self.every if o.has_trainable)
+        found = (o.modules.part_inside(modules) for o in self.every if o.has_trainable)
         depth = len(modules.path)
         return len({n for m in found if m for n in _upto(m, depth).names()})
 
@@ -85,7 +85,7 @@ class Backward:
         """The places of modules with parameters; of a layer with an adapter, of the layer alone."""
         if modules.path[-1:] == (BASE_LAYER,):
             return self._indices(_upto(modules, len(modules.path) - 1))[:1]
-        return [at for at, own in enumerate(self.every) if own.modules.inside(modules)]
+        return [at for at, own in enumerate(self.every) if own.modules.part_inside(modules)]
 
     def _count(self, modules: Modules, at: float) -> int:
         entries = modules.entries or [0]

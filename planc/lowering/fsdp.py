@@ -21,7 +21,7 @@ def units_of(section: Fsdp, holdings: Holdings) -> Iterator[FullyShard]:
         precision = section.policy(unit)
         shard, replicate = _wide(unit, section, holdings.plan)
         nbytes, gathered, frozen, saved = holdings.of_unit(unit, precision, members)
-        ignored = [i for i in section.ignored if any(i.modules.within(m) for m in unit.members)]
+        ignored = [i for i in section.ignored if any(i.modules.is_within(m) for m in unit.members)]
         spreads = _spreads(unit, section, holdings)
         named: list[tuple[str, Meaning | None]]
         named = [("precision", precision), ("offload", section.offload)]

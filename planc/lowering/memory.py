@@ -145,7 +145,7 @@ class Holdings:
         """Restricts a group of equal parameters to some of the unit's modules; None if these
         modules own none of them.
         """
-        inside = held.modules.inside(part)
+        inside = held.modules.part_inside(part)
         count = self.tied.owners(inside, held.parameter.name) if inside else 0
         return replace(held, modules=inside, count=count) if inside and count else None
 

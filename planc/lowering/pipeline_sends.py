@@ -58,7 +58,7 @@ def _message(op: Pipeline, stage: int, step: Step) -> StageMessages:
         return StageMessages(each, each)
     if step.arguments is None or step.tokens is None:
         return StageMessages(None, None)
-    forms = step.arguments.sent(begins, op.given, op.states)
+    forms = step.arguments.sent_forms(begins, op.given, op.states)
     every = [_local(form, step, ranks) for form in forms]
     trained = [size for size, form in zip(every, forms, strict=True) if form.trains]
     return StageMessages(_message_bytes(every), _message_bytes(trained))

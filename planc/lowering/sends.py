@@ -105,7 +105,7 @@ def _repeats(op: Parallelize | DispatchExperts | LimitExperts, step: Step) -> Fr
     Early stopping ends before the last collective of a block, which nothing saves after.
     """
     for one in step.lowered.recomputed:
-        if not one.save and op.modules.within(one.modules):
+        if not one.save and op.modules.is_within(one.modules):
             stops = one.early_stop and isinstance(op, Parallelize) and _sums(op)
             stopped = stops and op.modules == _last(one.modules, step)
             return Fraction(0 if stopped else step.backward.outputs(one.modules), len(one.modules))
@@ -122,13 +122,13 @@ def _last(block: Modules, step: Step) -> Modules | None:
         if isinstance(op, Parallelize | DispatchExperts) and len(op.modules.path) > depth:
             name = str(op.modules.path[depth])
             quiet = isinstance(op, Parallelize) and isinstance(op.style, Colwise | Sequence)
-            if not quiet and op.modules.within(block) and name in order:
+            if not quiet and op.modules.is_within(block) and name in order:
                 inside.setdefault(order.index(name), []).append(op)
     last = inside[max(inside)] if inside else []
     sums = [o for o in last if isinstance(o, Parallelize) and _sums(o)]
     known = all(isinstance(o, Parallelize) and (_sums(o) or _before(o)) for o in last)
     adapted = (m for op in step.lowered.every(Adapt) for m in op.members)
-    if not sums or not known or any(sums[-1].modules.within(m) for m in adapted):
+    if not sums or not known or any(sums[-1].modules.is_within(m) for m in adapted):
         return None
     return sums[-1].modules
 
@@ -150,7 +150,7 @@ def _before(op: Parallelize) -> bool:
 def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
     # the loss runs in place of the head
     heads = (loss.modules for loss in step.lowered.every(ChunkLoss))
-    if not step.wide(op.axes) or any(op.modules.within(head) for head in heads):
+    if not step.wide(op.axes) or any(op.modules.is_within(head) for head in heads):
         return
     made, one = contract(op.style, op.modules.module.kind), _template(op, op.axes)
     runs = _runs(op, step)
@@ -282,7 +282,7 @@ def _sums_here(op: Parallelize, flow: Flow, step: Step) -> bool:
             return not _sums_above(op, step)
         case Grad.VARYING:
             every = step.lowered.styles
-            return any(one.modules.within(op.modules) and _asks(one) for one in every)
+            return any(one.modules.is_within(op.modules) and _asks(one) for one in every)
 
 
 def _asks(op: Parallelize) -> bool:
@@ -330,7 +330,7 @@ def _sums_above(op: Parallelize, step: Step) -> bool:
     half of an adapter has its input from the first.
     """
     return op.modules.path[-2:-1] != ("lora_B",) and any(
-        isinstance(one.style, Input) and not one.style.local and op.modules.within(one.modules)
+        isinstance(one.style, Input) and not one.style.local and op.modules.is_within(one.modules)
         for one in step.lowered.styles
     )
 
@@ -426,7 +426,7 @@ def _loss(op: ChunkLoss, step: Step) -> Iterator[Sent]:
     if not op.axes:
         return
     one = replace(_template(op, op.axes), times=step.passes)
-    heads = [contract(o.style) for o in step.lowered.styles if op.modules.within(o.modules)]
+    heads = [contract(o.style) for o in step.lowered.styles if op.modules.is_within(o.modules)]
     states = step.size(step.hidden)
     if any(_kind(*flow.forward) for head in heads for flow in head.takes):
         yield replace(one, size=states)

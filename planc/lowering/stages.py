@@ -37,7 +37,7 @@ def elsewhere(op: Pipeline) -> Iterator[Modules]:
     """The modules that other ranks hold; parts of them may be shared with this one."""
     for stage, modules in ((0, op.inputs), (op.stages - 1, op.outputs)):
         if stage not in op.own:
-            yield from (part for m in modules for part in m.outside(op.shared_modules))
+            yield from (part for m in modules for part in m.parts_outside(op.shared_modules))
     gone = Indices.all(op.bounds[-1])
     for stage in op.own:
         gone -= op.blocks_of(stage)
@@ -47,9 +47,9 @@ def elsewhere(op: Pipeline) -> Iterator[Modules]:
 def _remaining_modules(
     gone: tuple[Modules, ...], kept: tuple[Modules, ...], modules: Modules, _: Span
 ) -> tuple[Modules, ...]:
-    away = (part for other in gone if (part := modules.inside(other)) is not None)
-    shared = (both for part in away for k in kept if (both := part.inside(k)) is not None)
-    return (*modules.outside(gone), *shared)
+    away = (part for other in gone if (part := modules.part_inside(other)) is not None)
+    shared = (both for part in away for k in kept if (both := part.part_inside(k)) is not None)
+    return (*modules.parts_outside(gone), *shared)
 
 
 def _with_kept(
@@ -63,8 +63,8 @@ def _with_kept(
 
     def place(unit: ir.Unit, modules: Modules, at: Span) -> tuple[Modules, ...]:
         found = _remaining_modules(gone, kept, modules, at)
-        away = (m for other in gone if (m := modules.inside(other)) is not None)
-        inner = (m for part in away for k in kept if (m := k.inside(part)) is not None)
+        away = (m for other in gone if (m := modules.part_inside(other)) is not None)
+        inner = (m for part in away for k in kept if (m := k.part_inside(part)) is not None)
         more = (m for m in inner if len(m.path) > len(modules.path))
         return (*found, *more) if unit.group else found
 

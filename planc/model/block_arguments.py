@@ -65,7 +65,9 @@ class BlockArguments:
     hidden: tuple[int, ...]
     beside: tuple[Mapping[str, tuple[int, ...]], ...]
 
-    def sent(self, block: int, given: Sequence[str], states: Sequence[str]) -> list[ArgumentForm]:
+    def sent_forms(
+        self, block: int, given: Sequence[str], states: Sequence[str]
+    ) -> list[ArgumentForm]:
         """The tensors sent to the stage that begins at a block, each once: its hidden states, its
         `states`, and the values `given` to it and to all later blocks.
         """
@@ -144,14 +146,14 @@ def _run(model: Any, blocks: str, names: Sequence[str]) -> dict[str, Any]:
         alive.append(tensor)
         return numbers.setdefault(id(tensor), len(numbers))
 
-    def noted(_module: Any, args: Any, kwargs: Any) -> None:
+    def note_block(_module: Any, args: Any, kwargs: Any) -> None:
         first = next(v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor))
         hidden.append(number(first))
         own = {n: args[int(n)] if n.isdecimal() else kwargs.get(n) for n in names}
         beside.append({n: [*map(number, _tensors(value))] for n, value in own.items()})
 
     for block in model.get_submodule(blocks):
-        block.register_forward_pre_hook(noted, with_kwargs=True)
+        block.register_forward_pre_hook(note_block, with_kwargs=True)
     tokens = torch.zeros((_ROWS, _TOKENS), dtype=torch.long)
     with quiet(), one_sequence_a_row():
         model(input_ids=tokens)

@@ -85,7 +85,7 @@ class HubNames:
             groups.setdefault(rename_source_key(name, [], back)[0], []).append(name)
         return [tuple(group) for group in groups.values()]
 
-    def stored(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def to_stored(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The tensors of a checkpoint that are made of some of the model's, by their names."""
         if self._plain is None:
             return dict(tensors)

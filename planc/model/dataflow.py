@@ -110,12 +110,12 @@ class FlowCall:
                 yield from event.below()
 
     @property
-    def given(self) -> tuple[int, ...]:
+    def output_tensors(self) -> tuple[int, ...]:
         """The tensors that it returns directly."""
         return tuple(t for _, t in self.outputs)
 
     @property
-    def taken(self) -> tuple[int, ...]:
+    def input_tensors(self) -> tuple[int, ...]:
         """The tensors that it takes."""
         return tuple(t for _, t in self.arguments)
 
@@ -156,7 +156,7 @@ class DataFlow:
         """The width of hidden states: the one that most calls take; 0 without hidden states."""
         many: dict[int, int] = {}
         for call in self.calls:
-            for tensor in call.taken:
+            for tensor in call.input_tensors:
                 if self.hidden(tensor):
                     many[self.shapes[tensor][2]] = many.get(self.shapes[tensor][2], 0) + 1
         return max(many, key=lambda width: many[width], default=0)
@@ -184,7 +184,7 @@ class DataFlow:
         """The calls that take each tensor."""
         found: dict[int, list[FlowCall]] = {}
         for call in self.calls:
-            for tensor in call.taken:
+            for tensor in call.input_tensors:
                 found.setdefault(tensor, []).append(call)
         return {tensor: tuple(some) for tensor, some in found.items()}
 
@@ -256,7 +256,7 @@ def _sound(flow: DataFlow) -> bool:
     """Whether all tensors and lines that a flow mentions are in it."""
     tensors, lines = {*flow.live, *flow.weights, *flow.tied}, set[int]()
     for call in flow.calls:
-        tensors.update(call.taken, call.given, call.nested)
+        tensors.update(call.input_tensors, call.output_tensors, call.nested)
         tensors.update(t for _, t in (*call.weights, *call.holding))
         lines.add(call.line)
         for event in call.body:

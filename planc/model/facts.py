@@ -164,7 +164,7 @@ class Modules:
         assert at is not None
         return Modules((*self.path[:at], entries, *self.path[at + 1 :]), self.module)
 
-    def joined(self, other: Modules) -> Modules:
+    def join(self, other: Modules) -> Modules:
         """The modules of two sets that differ in the entries of the outermost list alone."""
         return self.with_entries(self.entries | other.entries) if self.entries else self
 
@@ -187,7 +187,7 @@ class Modules:
 
     def overlap(self, other: Modules) -> Modules | None:
         """The modules that are in both sets, or None."""
-        return self.inside(other) if len(self.path) == len(other.path) else None
+        return self.part_inside(other) if len(self.path) == len(other.path) else None
 
     def minus(self, other: Modules) -> tuple[Modules, ...]:
         """The modules of this set that are not in the other one, as disjoint sets."""
@@ -220,15 +220,15 @@ class Modules:
                 path.append(mine)
         return Modules(tuple(path), self.module) if differing <= 1 else None
 
-    def within(self, other: Modules) -> bool:
+    def is_within(self, other: Modules) -> bool:
         """Whether some module of this set is a module of the other set or a descendant of one."""
-        return self.inside(other) is not None
+        return self.part_inside(other) is not None
 
     def deeper(self, other: Modules) -> bool:
         """Whether some module of this set is a descendant of a module of the other set."""
-        return len(self.path) > len(other.path) and self.within(other)
+        return len(self.path) > len(other.path) and self.is_within(other)
 
-    def inside(self, other: Modules) -> Modules | None:
+    def part_inside(self, other: Modules) -> Modules | None:
         """The modules of this set that are modules of the other set or descendants of them."""
         path = self.path
         if len(path) < len(other.path):
@@ -243,11 +243,11 @@ class Modules:
             path = (*path[:i], both, *path[i + 1 :])
         return self if path is self.path else Modules(path, self.module)
 
-    def outside(self, others: Iterable[Modules]) -> tuple[Modules, ...]:
+    def parts_outside(self, others: Iterable[Modules]) -> tuple[Modules, ...]:
         """The modules of this set that are inside none of the others, as disjoint sets."""
         left: tuple[Modules, ...] = (self,)
         for other in others:
-            cut = [(part, part.inside(other)) for part in left]
+            cut = [(part, part.part_inside(other)) for part in left]
             left = tuple(
                 rest
                 for part, both in cut

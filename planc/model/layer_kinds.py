@@ -31,12 +31,12 @@ def signature(module: Module) -> str:
     Python hashes once, and not for each of a thousand layers.
     """
 
-    def of(module: Module) -> tuple[Any, ...]:
+    def describe(module: Module) -> tuple[Any, ...]:
         made = [c for c in module.children if c.module.count or not DROPOUT.search(c.name)]
-        inner = tuple(dict.fromkeys((c.name, of(c.module)) for c in made))
+        inner = tuple(dict.fromkeys((c.name, describe(c.module)) for c in made))
         return (module.cls, tuple(p.name for p in module.parameters), inner)
 
-    return repr(of(module))
+    return repr(describe(module))
 
 
 DEEPSTACK = "deepstack"

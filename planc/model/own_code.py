@@ -47,10 +47,10 @@ def own_code(model: Any, *, alone: bool = False) -> OwnCode:
             known[cls] = walk.of_class(cls)
         patched = [text for text in walk.of_instance(module) if text]
         if patched or known[cls] or alone:
-            values.append(f"{name} {patched} {walk.held(module)}")
+            values.append(f"{name} {patched} {walk.held_values(module)}")
     for hook in _global_hooks():
         if not is_shipped(hook):
-            walk.replaced("every module", hook)
+            walk.note_replacement("every module", hook)
     walk.of_loss(model)
     walk.follow()
     if not walk.found and not alone:
@@ -141,14 +141,14 @@ class _Walk:
         inside = module.__dict__
         own = inside.get("forward")
         if own is not None and getattr(own, "__func__", own) is not type(module).forward:
-            yield self.replaced(type(module).__name__, own)
+            yield self.note_replacement(type(module).__name__, own)
         for name in _HOOKS:
             for hook in inside[name].values() if inside.get(name) else ():
                 if not is_shipped(hook):
-                    yield self.replaced(f"{type(module).__name__}{name}", hook)
+                    yield self.note_replacement(f"{type(module).__name__}{name}", hook)
         for name, value in inside.items():
             if isinstance(value, _CALLED) and name != "forward" and not self._kernel(module, value):
-                yield self.replaced(f"{type(module).__name__}.{name}", value)
+                yield self.note_replacement(f"{type(module).__name__}.{name}", value)
 
     def _kernel(self, module: Any, value: Any) -> bool:
         """Whether a function that a module holds is of a library, or one that its file imports."""
@@ -165,7 +165,7 @@ class _Walk:
             self.found.add(f"the loss: {self.value(loss, None)}")
         self._wait(loss, None)
 
-    def replaced(self, what: str, function: Any) -> str:
+    def note_replacement(self, what: str, function: Any) -> str:
         """Notes a function in a place where a library has none or another, unless it is planc's."""
         code = getattr(getattr(function, "__func__", function), "__code__", None)
         if code is not None and library_of(code.co_filename) == "planc":
@@ -174,7 +174,7 @@ class _Walk:
         self.found.add(text)
         return text
 
-    def held(self, module: Any) -> str:
+    def held_values(self, module: Any) -> str:
         """The numbers and functions that a module holds, not its parameters and buffers."""
         fields = sorted((n, v) for n, v in module.__dict__.items() if n not in _OF_A_COPY)
         return str([(n, self.value(v, type(module))) for n, v in fields if not n.startswith("_")])

@@ -73,7 +73,7 @@ def ends(facts: Facts) -> Ends:
     blocks = lists(facts)
     # a selector cannot name an entry of a model that is a list itself
     every = (m for m in facts.model.below() if not str(m).startswith("["))
-    outside = [m for m in every if not any(m.within(at) for at in blocks)]
+    outside = [m for m in every if not any(m.is_within(at) for at in blocks)]
     tables = [m for m in outside if m.module.kind == "embedding"]
     vocabulary = stated = integer_of(facts.config, "vocab_size")
     rows = [_outputs(m) for m in tables]
@@ -102,7 +102,7 @@ def roles(facts: Facts) -> RoleModules:
     """The roles of a model's modules."""
     found = [m for m in lists(facts) if not TOWER.search(str(m))]
     around = ends(facts)
-    inside = (m for m in facts.model.below() if any(m.within(at) for at in found))
+    inside = (m for m in facts.model.below() if any(m.is_within(at) for at in found))
     embedding = around.embeddings[:1]
     return RoleModules(
         blocks=tuple(entry for at in found for entry in at.children),
@@ -131,9 +131,9 @@ def block_names(facts: Facts) -> list[str]:
 def attention(facts: Facts) -> tuple[Modules, ...]:
     """The outermost modules of the blocks that are attention, by the names of their classes."""
     blocks = roles(facts).blocks
-    inside = [m for m in facts.model.below() if any(m.within(b) for b in blocks)]
+    inside = [m for m in facts.model.below() if any(m.is_within(b) for b in blocks)]
     named = [m for m in inside if m not in blocks and _ATTENTION.search(m.module.cls)]
-    return tuple(m for m in named if not any(m.within(n) for n in named if n != m))
+    return tuple(m for m in named if not any(m.is_within(n) for n in named if n != m))
 
 
 def _after(blocks: Modules, facts: Facts) -> Modules | None:

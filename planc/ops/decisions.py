@@ -49,7 +49,7 @@ def decision_around(modules: Modules, text: str, question: Question) -> Iterator
     """Yields a decision about the modules of a set and all that is inside of them; about a module
     around them, it is a decision on a part.
     """
-    if question.at.inside(modules) is not None:
+    if question.at.part_inside(modules) is not None:
         yield Decision(text, question.ancestor(len(modules.path)))
-    elif question.parameter is None and (both := modules.inside(question.at)) is not None:
+    elif question.parameter is None and (both := modules.part_inside(question.at)) is not None:
         yield Decision(text, str(both))

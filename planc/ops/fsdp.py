@@ -235,7 +235,7 @@ class FullyShard(base.Op):
             entry = base.Entry(
                 kind="spread", place=self.place, brief=spread.headline(), source=spread
             )
-            for modules in filter(None, map(spread.modules.inside, self.members)):
+            for modules in filter(None, map(spread.modules.part_inside, self.members)):
                 yield replace(entry, modules=modules)
         name, away = self.name if self.group else "", "offloaded" if self.offload else ""
         size = f"{phrases.size(self.nbytes)} per rank"
@@ -401,7 +401,7 @@ class Prefetch(base.Op):
         """
         result: list[Modules] = []
         for modules in self.units:
-            around = [i for i, outer in enumerate(result) if modules.within(outer)]
+            around = [i for i, outer in enumerate(result) if modules.is_within(outer)]
             result.insert(around[-1] + 1 if around else 0, modules)
         return tuple(result)
 

@@ -195,7 +195,7 @@ class Adapt(Op):
 
     def decisions(self, question: Question) -> Iterator[Decision]:
         for members in self.members:
-            if question.at.inside(members) is not None:
+            if question.at.part_inside(members) is not None:
                 yield Decision(self.headline(), question.ancestor(len(members.path)))
 
     @property

@@ -86,7 +86,7 @@ def _not_used(
 
 
 def _not_run(group: _Group, modules: Modules, plan: Plan, missing_inputs: str) -> LayerVerdict:
-    split = any(rule.modules.within(modules) for rule in plan.tensor)
+    split = any(rule.modules.is_within(modules) for rule in plan.tensor)
     return LayerVerdict(
         modules=str(group.modules),
         label=group.label,

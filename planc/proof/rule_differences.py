@@ -160,7 +160,7 @@ def _reach(plan: Plan) -> Reach:
     for rule in plan.tensor:
         if rule.axis in tensor:
             own = found.setdefault((rule.modules.key, aspect(style_name(rule.style))), {})
-            own[rule.origin] = rule.modules.joined(own.get(rule.origin, rule.modules))
+            own[rule.origin] = rule.modules.join(own.get(rule.origin, rule.modules))
     return found
 
 

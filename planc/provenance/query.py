@@ -85,7 +85,7 @@ class _Question:
         self.owner = {id(unit): op for unit, op in pairs}
         self.units = [unit for unit, _ in pairs]
         self.shard = self._unit()
-        around = (m for m in (self.shard.ignored if self.shard else ()) if at.inside(m))
+        around = (m for m in (self.shard.ignored if self.shard else ()) if at.part_inside(m))
         self.ignored = max(around, key=lambda m: len(m.path), default=None)
 
     def answer(self) -> Reasons:
@@ -130,7 +130,7 @@ class _Question:
         return phrases.layer(op.modules).has(self.name)
 
     def _is_around(self, op: Parallelize) -> bool:
-        return not self._is(op) and self.at.inside(op.modules) is not None
+        return not self._is(op) and self.at.part_inside(op.modules) is not None
 
     def _reason(self, what: str, target: str, op: AnyOp, origin: Span | None = None) -> Reason:
         origin = op.origin if origin is None else origin
@@ -153,7 +153,7 @@ class _Question:
 
     def _inner_styles(self) -> Iterator[Reason]:
         for op in self.styles:
-            both = op.modules.inside(self.at)
+            both = op.modules.part_inside(self.at)
             if both is not None and len(both.path) > len(self.at.path) and not self._is(op):
                 what = f"{style_name(op.style)} {op.layouts}".strip()
                 yield self._reason(f"{what}  {op.sizes}".strip(), _after(both, self.at), op)
@@ -175,7 +175,7 @@ class _Question:
         times = self.plan.pipeline.times if self.plan and self.plan.pipeline else None
         for op in self.lowered.every(Pipeline):
             for stage in op.own:
-                if any(self.at.inside(held) is not None for held in op.stage_modules(stage)):
+                if any(self.at.part_inside(held) is not None for held in op.stage_modules(stage)):
                     line = op.origin_of("stages") or op.origin
                     what = f"{stage} of {op.stages}: {op.modules_of(stage)}"
                     yield self._reason(what, self.name, op, line)
@@ -202,7 +202,7 @@ class _Question:
 
     def _unit(self) -> FullyShard | None:
         """The innermost unit that contains the module."""
-        around = [(len(m.path), u) for u in self.units for m in u.members if self.at.inside(m)]
+        around = [(len(m.path), u) for u in self.units for m in u.members if self.at.part_inside(m)]
         return max(around, key=lambda pair: pair[0])[1] if around else None
 
     def _units(self) -> Iterator[Reason]:
@@ -217,14 +217,14 @@ class _Question:
             yield from self._settings(op)
         for other in self.units if self.parameter is None else ():
             if other is not op:
-                both = next(filter(None, (m.inside(self.at) for m in other.members)), None)
+                both = next(filter(None, (m.part_inside(self.at) for m in other.members)), None)
                 if both is not None:
                     target = other.name if other.group else str(both)
                     what = f"a unit inside it, {other.resharding}"
                     yield self._reason(what, target, other)
 
     def _shard_reason(self, op: FullyShard) -> Reason:
-        member = max((m for m in op.members if self.at.inside(m)), key=lambda m: len(m.path))
+        member = max((m for m in op.members if self.at.part_inside(m)), key=lambda m: len(m.path))
         target = op.name if op.group else self.question.ancestor(len(member.path))
         parts = [where(op, self.lowered), along(op), op.resharding]
         if (call := self.owner[id(op)]) is not op:
@@ -233,8 +233,8 @@ class _Question:
 
     def _spread(self, op: FullyShard) -> Spread | None:
         """The innermost spread on the module or its ancestors, inside the unit."""
-        depth = max(len(m.path) for m in op.members if self.at.inside(m))
-        around = [s for s in op.spreads if self.at.inside(s.modules)]
+        depth = max(len(m.path) for m in op.members if self.at.part_inside(m))
+        around = [s for s in op.spreads if self.at.part_inside(s.modules)]
         around = [s for s in around if len(s.modules.path) > depth]
         return max(around, key=lambda s: len(s.modules.path), default=None)
 
@@ -254,7 +254,7 @@ class _Question:
         for other in self.lowered.ops:
             if isinstance(other, Divide) and other is self._divide(op):
                 yield self._reason(f"gradients are divided by {other.factor}", target, other)
-            elif isinstance(other, Prefetch) and any(self.at.inside(m) for m in other.units):
+            elif isinstance(other, Prefetch) and any(self.at.part_inside(m) for m in other.units):
                 yield self._reason(f"gathers {other.headline()}", target, other)
 
     def _divide(self, op: FullyShard) -> Divide | None:
@@ -266,7 +266,7 @@ class _Question:
 
     def _freezing(self) -> list[Freeze]:
         every = self.lowered.every(Freeze)
-        return [op for op in every if self.at.inside(op.modules) is not None]
+        return [op for op in every if self.at.part_inside(op.modules) is not None]
 
     def _training(self) -> Iterator[Reason]:
         for op in self._freezing()[-1:]:

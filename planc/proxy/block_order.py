@@ -123,7 +123,7 @@ def _taken_behind(flow: DataFlow, every: Sequence[FlowCall], blocks: str) -> str
             generic(call.name)
             for call in behind
             if not _is_inside(call, blocks)
-            for tensor in call.taken
+            for tensor in call.input_tensors
             if tensor in flow.live - later and flow.hidden(tensor)
         ),
         "",
@@ -174,8 +174,8 @@ def _before(
         generic(call.name)
         for call in calls
         if not any(inner.weights for inner in call.below())
-        and not hidden.isdisjoint(call.given)
-        and others.isdisjoint(call.given)
+        and not hidden.isdisjoint(call.output_tensors)
+        and others.isdisjoint(call.output_tensors)
     )
 
 
@@ -191,7 +191,7 @@ def _after_blocks(flow: DataFlow, blocks: Set[str]) -> set[int]:
         elif event.name in blocks:
             inside = (one for call in event.below() for one in call.body)
             found.update(n for one in inside if isinstance(one, Operation) for n in one.outputs)
-            found.update(event.given, event.nested)
+            found.update(event.output_tensors, event.nested)
         else:
             waiting += reversed(event.body)
     return found

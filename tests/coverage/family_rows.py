@@ -290,12 +290,12 @@ def splits(compiled):
             count = sum(p.numel for p in found.module.parameters) * len(found)
             count -= sum(size(op) for op in parted if found.within(op.modules))
             rest[f"{found.path[-1]} ({found.module.cls})"] += max(count, 0)
-    split = sum(size(op) for op in parted if any(op.modules.within(m) for m in lists))
+    split = sum(size(op) for op in parted if any(op.modules.is_within(m) for m in lists))
     found = {"share": split / total}
     found["kept"] = [[n, c / total] for n, c in rest.most_common(4) if c > 0.02 * total]
     held = [m for at in lists for m in of_experts(at)]
     if count := sum(m.module.count * len(m) for m in held):
-        inside = [op for op in parted if any(op.modules.within(m) for m in held)]
+        inside = [op for op in parted if any(op.modules.is_within(m) for m in held)]
         styles = sorted({type(op.style).__name__.lower() for op in inside})
         found["experts"] = {"share": sum(size(op) for op in inside) / count, "styles": styles}
     return found

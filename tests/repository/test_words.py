@@ -31,8 +31,8 @@ PARTICIPLES = re.compile(
 )
 NOUNS_AND_VERBS = {"need", "feed", "seed", "embed", "shared"}
 
-PARTICIPLES_AT_MOST = 57
-PREPOSITIONS_AT_MOST = 17
+PARTICIPLES_AT_MOST = 47
+PREPOSITIONS_AT_MOST = 13
 WORDS_AT_MOST = {
     "begin again": 8,
     "divide the experts": 18,

@@ -150,9 +150,9 @@ def test_a_swap_of_dims(tmp_path):
 def test_groups_that_are_stored_one_by_one_make_the_whole_checkpoint(family):
     model = build(family)
     names, state = HubNames(model), model.state_dict()
-    groups, whole = names.converted_together([*state]), names.stored(state)
+    groups, whole = names.converted_together([*state]), names.to_stored(state)
     assert sorted(name for group in groups for name in group) == sorted(state)
-    parts = [names.stored({name: state[name] for name in group}) for group in groups]
+    parts = [names.to_stored({name: state[name] for name in group}) for group in groups]
     assert sum(map(len, parts)) == len(whole)
     for part in parts:
         assert all(torch.equal(value, whole[name]) for name, value in part.items())

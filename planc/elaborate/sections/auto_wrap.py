@@ -73,7 +73,7 @@ def _children(modules: Modules, taken: Sequence[Modules]) -> Iterator[Modules]:
 def _parts_tie(facts: Facts, modules: Modules) -> bool:
     """Whether a module contains one name of a tied parameter but not the other."""
     for group in facts.ties:
-        held = sum(facts.find(name)[0].within(modules) for name in group)
+        held = sum(facts.find(name)[0].is_within(modules) for name in group)
         if 0 < held < len(group):
             return True
     return False

@@ -84,7 +84,7 @@ def _attending(rule: ast.Rule, placed: Placed, program: Program) -> tuple[Module
     """The attention modules that a rule is on; PL571 where it is on none."""
     every = attention_of(program.facts)
     found = modules_of(rule, placed, program.scope)
-    some = tuple(part for m in found for a in every if (part := a.inside(m)) is not None)
+    some = tuple(part for m in found for a in every if (part := a.part_inside(m)) is not None)
     if found and not some:
         message = f"no module in `{found[0]}` is attention by the name of its class"
         program.sink.error("PL571", message, rule.target.origin, help="name attention modules")

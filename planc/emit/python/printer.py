@@ -147,7 +147,7 @@ class Printer:
             if value not in found:
                 found[value] = self._find(value.value, found)
             return found[value] + 1
-        return max((self._find(inner, found) for inner in calls.inside(value)), default=0)
+        return max((self._find(inner, found) for inner in calls.parts_of(value)), default=0)
 
 
 def _variable_names(values: Iterable[calls.Shared]) -> dict[calls.Shared, str]:

@@ -90,7 +90,7 @@ def isolate() -> Iterator[None]:
 
     count = 0
 
-    def counted(*_: Any) -> None:
+    def count_part(*_: Any) -> None:
         nonlocal count
         count += 1
         if count > MAX_PARTS:
@@ -104,7 +104,7 @@ def isolate() -> Iterator[None]:
             hooks.register_module_module_registration_hook,
             hooks.register_module_parameter_registration_hook,
         ):
-            stack.callback(register(counted).remove)
+            stack.callback(register(count_part).remove)
         yield
 
 
@@ -121,10 +121,10 @@ def import_models() -> None:
     read = import_utils.create_import_structure_from_path
     models = Path(transformers.__file__).parent / "models"
 
-    def remembered(path: Any) -> Any:
+    def read_cached(path: Any) -> Any:
         return read(models if Path(path) == models / "__init__.py" else path)
 
-    with mock.patch.object(import_utils, read.__name__, remembered):
+    with mock.patch.object(import_utils, read.__name__, read_cached):
         import transformers.models
 
 

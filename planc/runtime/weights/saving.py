@@ -243,7 +243,7 @@ def _write(
     places: dict[str, str] = {}  # the file of each name
 
     def write(file: str, full: dict[str, Tensor]) -> None:
-        stored = {n: t.contiguous() for n, t in hub.stored(full).items()}
+        stored = {n: t.contiguous() for n, t in hub.to_stored(full).items()}
         write_tensors(folder / file, stored)
         sizes.update({n: t.numel() * t.element_size() for n, t in stored.items()})
         places.update(dict.fromkeys(stored, file))

@@ -319,5 +319,5 @@ def _join_rules(rules: Iterable[Checkpoint]) -> Iterator[Checkpoint]:
     for rule in rules:
         key = (rule.modules.key, rule.save, rule.origin)
         known = found.setdefault(key, rule)
-        found[key] = replace(known, modules=known.modules.joined(rule.modules))
+        found[key] = replace(known, modules=known.modules.join(rule.modules))
     yield from found.values()

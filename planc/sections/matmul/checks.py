@@ -87,7 +87,7 @@ def _kept(op: LowPrecision, plan: Plan, facts: Facts) -> _Found | None:
     tied = facts.tied_modules
     adapted = plan.adapters.rules if plan.adapters else ()
     role = looked_up(modules, op.modules.module.weight, facts)
-    if any(modules.inside(rule.modules) is not None for rule in adapted):
+    if any(modules.part_inside(rule.modules) is not None for rule in adapted):
         what = "a layer with an adapter", "peft wraps the layer, and its factors are narrow"
     elif any(name in tied for name in modules.names()):
         what = "a layer with a tied weight", "another module reads the same weight unrounded"

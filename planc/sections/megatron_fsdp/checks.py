@@ -166,14 +166,14 @@ def _class(modules: Modules, unit: Unit, section: Fsdp, facts: Facts, sink: Sink
     cls = modules.module.cls
     alike = [m for m in facts.model.below() if m.module.cls == cls]
     mine = [m for u in section.units for m in u.members if m.module.cls == cls]
-    left = [part for m in alike for part in m.outside(mine)]
+    left = [part for m in alike for part in m.parts_outside(mine)]
     if left:
         shown = ", ".join(map(str, left[:3])) + (", ..." if len(left) > 3 else "")
         message = f"Megatron-FSDP makes units of whole classes, and `{modules}` is a {cls}"
         told = "make units of all of them, or leave these to the root, which shards them too"
         sink.error("PL498", message, unit.origin, help=told, facts=(f"{shown} are too",))
     others = [m for u in section.units if u is not unit and not u.root for m in u.members]
-    around = [o for o in others if len(o.path) < len(modules.path) and modules.inside(o)]
+    around = [o for o in others if len(o.path) < len(modules.path) and modules.part_inside(o)]
     for outer in around[:1]:
         message = f"Megatron-FSDP does not support nested units: `{modules}` is inside `{outer}`"
         sink.error("PL498", message, unit.origin, help="remove one of the two")

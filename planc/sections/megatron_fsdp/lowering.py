@@ -53,5 +53,5 @@ def _at_rest(holding: Holding, op: MegatronShard, section: Fsdp, plan: Plan) -> 
 
 
 def _gathered_bytes(member: Modules, holdings: Holdings) -> int:
-    inside = [h for h in holdings.all if h.unit and not h.unit.root and h.modules.within(member)]
+    inside = [h for h in holdings.all if h.unit and not h.unit.root and h.modules.is_within(member)]
     return sum(len(h.modules) * h.gathered_bytes(None) for h in inside) // len(member)

@@ -259,7 +259,7 @@ class PlanWork:
     def _calls(self) -> Mapping[str, CallTable]:
         budgets = tuple(rule.modules for rule in self.plan.replaced)
         stated = (rule for rule in self.plan.recomputed if any(s.calls for s in rule.save))
-        others = (m for rule in stated for m in rule.modules.outside(budgets))
+        others = (m for rule in stated for m in rule.modules.parts_outside(budgets))
         modules = (*budgets, *others)
         try:
             args = self.plan, self.facts, modules, self.rows, self.batch.sequence

@@ -120,7 +120,7 @@ class RunRecord:
     @classmethod
     def from_flow(cls, flow: DataFlow) -> RunRecord:
         names = dict.fromkeys(call.name for call in flow.calls if call.name)
-        taken = (t for call in flow.calls for t in call.taken if t in flow.live)
+        taken = (t for call in flow.calls for t in call.input_tensors if t in flow.live)
         widths = Counter(flow.shapes[t][-1] for t in taken if len(flow.shapes[t]) == 3)
         width = max(widths, key=lambda w: widths[w], default=0)
         return cls(order=tuple(names), width=width, flow=flow)
@@ -214,8 +214,13 @@ def _projection_groups(
     known = {one.name: one for one in linears}
     run = [known[name] for name in calls if name in known]
     width = Counter(one.inputs for one in run).most_common(1)[0][0] if run else 0
-    made = {t: one.name for one in run for call in calls[one.name] for t in call.given}
-    taken = (ran.flow.shapes[t] for one in run for call in calls[one.name] for t in call.taken[:1])
+    made = {t: one.name for one in run for call in calls[one.name] for t in call.output_tensors}
+    taken = (
+        ran.flow.shapes[t]
+        for one in run
+        for call in calls[one.name]
+        for t in call.input_tensors[:1]
+    )
     hidden = {shape for shape in taken if shape[-1:] == (width,)}
     before = {one.name: {*_before(calls[one.name], made, hidden, ran.flow)} for one in run}
     inner = {name for names in before.values() for name in names}
@@ -227,7 +232,7 @@ def _projection_groups(
         colwise = [o for o in near if not (o.name in through and o.outputs < o.inputs)]
         if colwise and (last.name not in inner or last.outputs == ran.width):
             rowwise.append(last)
-            cut = [_cut(one, calls[one.name][0].given[0], ran.flow) for one in colwise]
+            cut = [_cut(one, calls[one.name][0].output_tensors[0], ran.flow) for one in colwise]
             yield ProjectionGroup(colwise=cut, rowwise=last)
 
 
@@ -240,7 +245,7 @@ def _before(
     """Yields the linears whose outputs reach a linear with these calls, the nearest alone, and not
     through a sum of hidden states, which have these shapes.
     """
-    waiting, seen = [t for call in calls for t in call.taken], set[int]()
+    waiting, seen = [t for call in calls for t in call.input_tensors], set[int]()
     while waiting:
         if (tensor := waiting.pop()) in seen:
             continue

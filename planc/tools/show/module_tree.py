@@ -76,7 +76,7 @@ class _Tree:
     def row(self, at: Modules, name: str, around: int | None) -> Row:
         """`around` is the pipeline's stage that holds the row around this one."""
         first, inside = at.first_name, []
-        held = [i for i, modules in enumerate(self.held) if any(map(at.inside, modules))]
+        held = [i for i, modules in enumerate(self.held) if any(map(at.part_inside, modules))]
         stage = held[0] if len(held) == 1 else None
         known: dict[object, str] = {}
         parts = [p for child in at.module.children for p in split_child(at, child, self.sets)]
