@@ -141,7 +141,7 @@ def _report_tied(parted: list[_Parted], facts: Facts, sink: Sink) -> None:
         text = f"`{names[0]}` and `{names[1]}` are tied, and they are in two units"
         if len(several) > 1:
             names = _sharing(several)
-            held = (facts.at(names[0]), facts.at(names[1]))
+            held = (facts.module_at(names[0]), facts.module_at(names[1]))
             text = f"`{names[0]}` and `{names[1]}` share {len(several)} parameters, in two units"
         labels = [
             Label(span=unit.origin, text=f"{name} is here")

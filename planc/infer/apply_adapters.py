@@ -132,7 +132,7 @@ def _with_factors(plan: Plan, rules: list[AdapterRule], facts: Facts) -> Plan:
             both = modules.overlap(rule.modules)
             if both is not None:
                 left = tuple(rest for part in left for rest in part.minus(both))
-                yield Modules(both.path, facts.at(both.first_name).module)
+                yield Modules(both.path, facts.module_at(both.first_name).module)
         yield from left
 
     if not rules:

@@ -176,7 +176,9 @@ class _Section:
             self._ungiven(rule, flow)
         broken = {"tensor"} if self.sink.errors > before else set[str]()
         if "draws" not in flow.memo:
-            outside = (c for c in flow.calls if source.facts.at(c.name).module.kind != "dropout")
+            outside = (
+                c for c in flow.calls if source.facts.module_at(c.name).module.kind != "dropout"
+            )
             drawn = (e for c in outside for e in c.body if isinstance(e, Operation) and e.draws)
             flow.memo["draws"] = (*dict.fromkeys(str(flow.lines[e.line]) for e in drawn),)
         lines = dict.fromkeys((*plan.draws, *flow.memo["draws"]))
@@ -460,8 +462,8 @@ class _Carried:
         """
         for found in self.layouts.rules:
             if isinstance(found.style, MlaKv) and found.module not in self.fixed:
-                width = small.at(found.module).module.parameters[0].shape[0]
-                rest = (small.at(b).module.parameters[0].shape[-1] for b in found.beside)
+                width = small.module_at(found.module).module.parameters[0].shape[0]
+                rest = (small.module_at(b).module.parameters[0].shape[-1] for b in found.beside)
                 if width - sum(rest) != found.style.rope:
                     return f"state `mla_kv(rope = ...)` of `{generic(found.module)}`"
         return None

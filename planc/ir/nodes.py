@@ -169,7 +169,8 @@ class TensorRule(Meaning):
             return self
         width = self.modules.module.parameters[0].shape[0]
         rest = (
-            facts.at(Modules(p, self.modules.module).first_name).module for p in self.sibling_paths
+            facts.module_at(Modules(p, self.modules.module).first_name).module
+            for p in self.sibling_paths
         )
         return replace(self, style=MlaKv(rope=width - sum(m.parameters[0].shape[-1] for m in rest)))
 

@@ -149,6 +149,6 @@ def outputs_dim(step: Stepped) -> int:
 def _head_dim(step: Stepped, facts: Facts) -> int | None:
     """The features of a head, as the attention around a projection has them."""
     parts = step.modules.first_name.split(".")
-    around = (facts.at(".".join(parts[:depth])) for depth in range(len(parts) - 1, 0, -1))
+    around = (facts.module_at(".".join(parts[:depth])) for depth in range(len(parts) - 1, 0, -1))
     sizes = (at.module.fact("head_dim") for at in around)
     return next((size for size in sizes if size is not None), None)

@@ -411,13 +411,13 @@ class Facts:
             KeyError: there is no parameter of that name.
         """
         path, _, last = name.rpartition(".")
-        at = self.at(path)
+        at = self.module_at(path)
         for parameter in at.module.parameters:
             if parameter.name == last:
                 return at, parameter
         raise KeyError(name)
 
-    def at(self, name: str) -> Modules:
+    def module_at(self, name: str) -> Modules:
         """The one module with the torch name `name`, such as `model.layers.0`; the root is ``.
 
         Raises:

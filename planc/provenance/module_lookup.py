@@ -20,7 +20,7 @@ def look_up(name: str, facts: Facts, sink: Sink) -> tuple[Modules, Parameter | N
     missing = plain
     for path in dict.fromkeys((plain, bare)):
         try:
-            return facts.at(path), None
+            return facts.module_at(path), None
         except KeyError as error:
             missing = str(error.args[0])
         with contextlib.suppress(KeyError):
@@ -31,7 +31,7 @@ def look_up(name: str, facts: Facts, sink: Sink) -> tuple[Modules, Parameter | N
 
 def _unknown(name: str, missing: str, facts: Facts, sink: Sink) -> None:
     path, _, last = missing.rpartition(".")
-    at = facts.at(path)
+    at = facts.module_at(path)
     close = nearest(last, _below(at))
     around = f"`{path}`" if path else "the model"
     help = f"did you mean {one_of(f'`{path}.{c}`'.replace('`.', '`') for c in close)}?"

@@ -54,7 +54,7 @@ def _apply_adapters(facts: Facts, lowered: Lowered) -> Facts:
     rules = []
     for op in lowered.every(Adapt):
         for members in op.members:
-            layers = Modules(members.path, facts.at(members.first_name).module)
+            layers = Modules(members.path, facts.module_at(members.first_name).module)
             every = lowered.every(Quantize)
             found = (o for o in every if any(phrases.layer(m).overlap(layers) for m in o.members))
             four_bit = next(found, None)

@@ -64,7 +64,7 @@ def block_order(facts: Facts, blocks: str) -> BlockOrder:
         flow = source if isinstance(source, str) else flow_of(source, facts)
         if isinstance(source, str) or isinstance(flow, str):
             return BlockOrder(problem=str(flow))
-        count, images = length(source.facts.at(blocks)), any(puts_images(facts))
+        count, images = length(source.facts.module_at(blocks)), any(puts_images(facts))
         facts.remember(key, _order(flow, blocks, count, images=images))
     found: BlockOrder = facts.memo[key]
     return found

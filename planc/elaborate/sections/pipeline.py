@@ -320,7 +320,7 @@ def _list_of(
             message = "a stage consists of entries of one list of blocks"
             scope.sink.error("PL560", message, node.origin, help=_EXAMPLE)
         return None
-    at = scope.facts.at(".".join(map(str, plain[0])))
+    at = scope.facts.module_at(".".join(map(str, plain[0])))
     chosen = Indices(0)
     for modules in found:
         last = modules.path[-1]

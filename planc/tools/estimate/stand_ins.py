@@ -192,7 +192,7 @@ def train_as(facts: Facts, model: nn.Module, named: Mapping[str, tuple[str, ...]
     weights: list[Tensor] = []
     for name, module in model.named_modules():
         try:
-            known = facts.at(_real(name, named)).module
+            known = facts.module_at(_real(name, named)).module
         except KeyError:  # a buffer's holder, or a list that the facts have no entries of
             continue
         trains = {p.name: p.trainable for p in known.parameters}

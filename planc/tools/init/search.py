@@ -293,7 +293,7 @@ def _concerns(choice: SplitChoice, inner: str) -> bool:
 
 def _holders(facts: Facts, path: str) -> dict[str, Module]:
     found: dict[str, Module] = {}
-    for child in facts.at(path).module.children:
+    for child in facts.module_at(path).module.children:
         for name, module in named_below("", child.module):
             found.setdefault(name, module)
     return found
