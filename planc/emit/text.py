@@ -28,7 +28,7 @@ def _lines(lowered: Lowered, digest: str) -> Iterator[str]:
         yield phrases.head("", f"{' * '.join(parts.axes)} as {split}")
     yield phrases.head("data", _data(lowered))
     for kind in kinds(lowered.sections):
-        ops: list[Any] = lowered.every(kind)
+        ops: list[Any] = lowered.find_ops(kind)
         yield from ops[0].section(ops, lowered) if ops else ()
     if not lowered.ops:
         yield phrases.head("nothing", "to do: the model stays as it is")

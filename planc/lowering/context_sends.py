@@ -23,7 +23,7 @@ def context_sends(op: ContextParallel, step: Step) -> Iterator[Sent]:
     facts = step.tokens and 8 * step.tokens * step.lowered.sequence_parts
     yield replace(one, times=step.passes * stages, size=facts)
     one = replace(one, during=During.FORWARD, where="keys and values", times=step.passes * blocks)
-    layers = [*step.lowered.every(Attend)]
+    layers = [*step.lowered.find_ops(Attend)]
     most = max(0, blocks - sum(len(layer.modules) for layer in layers))
     found = [*_of_attention(op, step, replace(one, times=step.passes * most), _both(step))]
     if op.states:  # what a state is depends on the family

@@ -127,7 +127,7 @@ def _last(block: Modules, step: Step) -> Modules | None:
     last = inside[max(inside)] if inside else []
     sums = [o for o in last if isinstance(o, Parallelize) and _sums(o)]
     known = all(isinstance(o, Parallelize) and (_sums(o) or _before(o)) for o in last)
-    adapted = (m for op in step.lowered.every(Adapt) for m in op.members)
+    adapted = (m for op in step.lowered.find_ops(Adapt) for m in op.members)
     if not sums or not known or any(sums[-1].modules.is_within(m) for m in adapted):
         return None
     return sums[-1].modules
@@ -149,7 +149,7 @@ def _before(op: Parallelize) -> bool:
 
 def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
     # the loss runs in place of the head
-    heads = (loss.modules for loss in step.lowered.every(ChunkLoss))
+    heads = (loss.modules for loss in step.lowered.find_ops(ChunkLoss))
     if not step.wide(op.axes) or any(op.modules.is_within(head) for head in heads):
         return
     made, one = contract(op.style, op.modules.module.kind), _template(op, op.axes)
@@ -214,7 +214,7 @@ def _runs(op: Parallelize, step: Step) -> int:
     """The number of runs of modules in a forward pass: DoRA with dropout runs its layer on both
     inputs.
     """
-    both = (a for a in step.lowered.every(Adapt) if a.dora and a.dropout and _is_adapted(a, op))
+    both = (a for a in step.lowered.find_ops(Adapt) if a.dora and a.dropout and _is_adapted(a, op))
     return 2 if any(both) else 1
 
 
@@ -231,7 +231,7 @@ def _images(op: DivideImages, step: Step) -> Iterator[Sent]:
     """The features of the images of rows whose tokens are all of images, once for the embeddings,
     and once for each block that adds some; and their gradients, where each rank has a part.
     """
-    found, config = step.lowered.every(DivideImages), step.config.get("vision_config")
+    found, config = step.lowered.find_ops(DivideImages), step.config.get("vision_config")
     layers = config.get(DEEPSTACK_FIELD) if isinstance(config, Mapping) else None
     tensors = 1 + len(layers if isinstance(layers, list) else ())
     # the rows of a context axis are whole, of whose images those of a tensor axis have a run
@@ -248,7 +248,7 @@ def _replicated_bytes(op: Parallelize, style: Experts, step: Step) -> Iterator[i
     each expert: every rank has a part of the sum that is their gradient.
     """
     stated, experts = dict(style.layouts), step.lowered.experts
-    split = any(op.modules.overlap(one.modules) for one in step.lowered.every(DispatchExperts))
+    split = any(op.modules.overlap(one.modules) for one in step.lowered.find_ops(DispatchExperts))
     ranks = experts.ranks.size if split and experts is not None else 1
     for own in op.modules.module.parameters:
         if own.trainable and own.name in stated and not isinstance(stated[own.name].layout, Shard):

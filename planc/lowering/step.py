@@ -125,7 +125,7 @@ class Step:
     @cached_property
     def runs(self) -> int:
         """The runs of tokens that a rank has of each sequence."""
-        return prod(op.runs for op in self.lowered.every(ContextParallel))
+        return prod(op.runs for op in self.lowered.find_ops(ContextParallel))
 
     @property
     def divisors(self) -> tuple[int, int]:

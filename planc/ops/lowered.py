@@ -153,7 +153,7 @@ class Lowered(InNotebooks):
     @property
     def styles(self) -> list[Parallelize]:
         """The operations that apply styles over tensor axes, in order."""
-        return self.every(Parallelize)
+        return self.find_ops(Parallelize)
 
     @property
     def recomputed(self) -> tuple[Checkpoint, ...]:
@@ -163,12 +163,12 @@ class Lowered(InNotebooks):
     @property
     def fsdp_units(self) -> list[FullyShard]:
         """The operations that make units of FSDP, in order; none with a backend."""
-        return self.every(FullyShard)
+        return self.find_ops(FullyShard)
 
     @property
     def load(self) -> Load:
         """The operation that loads weights; the default one without a load section."""
-        return next(iter(self.every(Load)), Load())
+        return next(iter(self.find_ops(Load)), Load())
 
     @property
     def ops(self) -> tuple[AnyOp, ...]:
@@ -201,7 +201,7 @@ class Lowered(InNotebooks):
         """This plan without operations of these kinds."""
         return self.map_ops(lambda ops: (op for op in ops if not isinstance(op, kinds)))
 
-    def every(self, kind: type[OpT]) -> list[OpT]:
+    def find_ops(self, kind: type[OpT]) -> list[OpT]:
         """The operations of a kind, in order."""
         return [op for op in self.ops if isinstance(op, kind)]
 
@@ -212,19 +212,19 @@ class Lowered(InNotebooks):
     @property
     def has_root_unit(self) -> bool:
         """Whether the model itself is a unit of FSDP, with all other units inside."""
-        return any(not modules.path for op in self.every(FullyShard) for modules in op.members)
+        return any(not modules.path for op in self.find_ops(FullyShard) for modules in op.members)
 
     @property
     def code(self) -> tuple[str, ...]:
         """`package.module:Class` of each style and optimizer of the user's: `apply` imports it."""
-        styles = (op.style for op in self.every(Parallelize))
+        styles = (op.style for op in self.find_ops(Parallelize))
         paths = [s.path for s in styles if isinstance(s, Custom)]
         return tuple(dict.fromkeys((*paths, *(op.path for op in self.optimizer_classes))))
 
     @property
     def optimizer_classes(self) -> tuple[OptimizerClass, ...]:
         """The user-defined optimizers."""
-        algorithms = (op.algorithm for op in self.every(Optimize))
+        algorithms = (op.algorithm for op in self.find_ops(Optimize))
         return tuple(a for a in algorithms if isinstance(a, OptimizerClass))
 
     @property
@@ -262,7 +262,7 @@ class Lowered(InNotebooks):
         else an empty text.
         """
         ranks = self.axis_size(*self.averaged_axes)
-        divide = next((op for op in self.every(Divide) if not op.units), None)
+        divide = next((op for op in self.find_ops(Divide) if not op.units), None)
         if divide is None or divide.factor == ranks:
             return ""
         return f"for a loss that is a sum: {divide.headline()}"

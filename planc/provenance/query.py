@@ -52,10 +52,10 @@ def why(name: str, compiled: Compiled, sink: Sink) -> Reasons | None:
 
 def _apply_adapters(facts: Facts, lowered: Lowered) -> Facts:
     rules = []
-    for op in lowered.every(Adapt):
+    for op in lowered.find_ops(Adapt):
         for members in op.members:
             layers = Modules(members.path, facts.module_at(members.first_name).module)
-            every = lowered.every(Quantize)
+            every = lowered.find_ops(Quantize)
             found = (o for o in every if any(phrases.layer(m).overlap(layers) for m in o.members))
             four_bit = next(found, None)
             rule = AdapterRule(modules=layers, adapt=op, quantize=four_bit, origin=op.origin)
@@ -173,7 +173,7 @@ class _Question:
 
     def _stage_reasons(self) -> Iterator[Reason]:
         times = self.plan.pipeline.times if self.plan and self.plan.pipeline else None
-        for op in self.lowered.every(Pipeline):
+        for op in self.lowered.find_ops(Pipeline):
             for stage in op.own:
                 if any(self.at.part_inside(held) is not None for held in op.stage_modules(stage)):
                     line = op.origin_of("stages") or op.origin
@@ -259,13 +259,13 @@ class _Question:
 
     def _divide(self, op: FullyShard) -> Divide | None:
         """The last `Divide` on the unit, which is the one in force."""
-        found = self.lowered.every(Divide)
+        found = self.lowered.find_ops(Divide)
         own = [o for o in found if any(m.overlap(u) for m in op.members for u in o.units)]
         found = [o for o in found if not o.units or o in own]
         return found[-1] if found else None
 
     def _freezing(self) -> list[Freeze]:
-        every = self.lowered.every(Freeze)
+        every = self.lowered.find_ops(Freeze)
         return [op for op in every if self.at.part_inside(op.modules) is not None]
 
     def _training(self) -> Iterator[Reason]:

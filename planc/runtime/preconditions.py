@@ -163,7 +163,7 @@ def _fits(
             help = 'build the model inside `with torch.device("meta"):`'
             yield problem("PL474", message, help=help)
             return
-    for chunked in lowered.every(ChunkLoss):
+    for chunked in lowered.find_ops(ChunkLoss):
         if name := replaced_loss(model):
             yield problem(
                 "PL557",
@@ -187,7 +187,7 @@ def _inside_adapters(
     lowered: Lowered, modules: dict[str, nn.Module]
 ) -> Iterator[tuple[str, nn.Module]]:
     """The modules that adapters will add; those of their parameters are placeholders."""
-    for op in lowered.every(Adapt):
+    for op in lowered.find_ops(Adapt):
         for name in op.names() if not op.parameters else ():
             if name in modules:
                 yield f"{name}.base_layer", modules[name]
@@ -331,7 +331,7 @@ def require_recomputable(model: nn.Module, lowered: Lowered, device: str) -> Non
 
 def _recomputed_attention(lowered: Lowered) -> Iterator[tuple[Checkpoint, Compile, str, str]]:
     """(checkpoint, compilation, names of both modules) where compiled attention is recomputed."""
-    compiled = [(op, name) for op in lowered.every(Compile) for name in op.modules.names()]
+    compiled = [(op, name) for op in lowered.find_ops(Compile) for name in op.modules.names()]
     for op in lowered.recomputed if compiled else ():
         if not any(_ON_CPU in saved.ops for saved in op.save):
             for name in op.modules.names():

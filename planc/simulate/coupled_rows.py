@@ -79,7 +79,7 @@ class UsedParameters:
         """The parameters that ranks of one pass do not all use; or passes, where code looks. All
         ranks run a tower that the plan shares.
         """
-        shared = lowered.every(ShareTower)
+        shared = lowered.find_ops(ShareTower)
         found: dict[str, str] = {}
         for (key, used), (other, theirs) in combinations(self.every.items(), 2):
             if key[:2] == other[:2]:

@@ -50,7 +50,7 @@ class Runs:
     @property
     def image_operations(self) -> list[DivideImages]:
         """The operations by which ranks have images of their own."""
-        return self.lowered.every(DivideImages)
+        return self.lowered.find_ops(DivideImages)
 
     def views(self) -> Iterator[View]:
         """Yields what the ranks of equal rows computed in a pass, beside the right one."""
@@ -149,7 +149,7 @@ def _loss_alone(runs: Runs, limit: float) -> bool:
 
 def _head(runs: Runs) -> str:
     """The module whose loss is computed in chunks, which hides its logits; empty for none."""
-    heads = (op.modules for op in runs.lowered.every(ChunkLoss))
+    heads = (op.modules for op in runs.lowered.find_ops(ChunkLoss))
     return next((name for modules in heads for name in modules.names()), "")
 
 

@@ -69,7 +69,7 @@ class InFloat64:
 
 def gradient_scale(lowered: Lowered) -> float:
     """The factor between the plan's gradients, with its `divide`, and mean gradients."""
-    factors = [op.factor for op in lowered.every(Divide) if not op.units]
+    factors = [op.factor for op in lowered.find_ops(Divide) if not op.units]
     return lowered.axis_size(*lowered.averaged_axes) / factors[-1] if factors else 1.0
 
 

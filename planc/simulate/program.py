@@ -162,7 +162,7 @@ def train_single(
     reference.before, used = _parameters_of(_changes, model, optimizer), UsedParameters()
     parts, each = _microbatches(lowered, batches)
     share = gradient_scale(lowered) / batches.ranks * each
-    heads = lowered.every(ChunkLoss)
+    heads = lowered.find_ops(ChunkLoss)
     _as_planned(model, lowered)
     for number, step in enumerate(batches.steps):
         for at, one in enumerate(step):
@@ -486,7 +486,7 @@ def _require_finite(found: Reference) -> None:
 
 def _as_planned(model: nn.Module, lowered: Lowered) -> None:
     """Gives a plain model what the plan changes of its numbers."""
-    for op in lowered.every(ChunkLoss):
+    for op in lowered.find_ops(ChunkLoss):
         with_terms(model, op)
     reset_states(model, *parts_reset(lowered.ops))
     limit_whole_rows(model, lowered.ops)

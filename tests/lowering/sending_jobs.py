@@ -138,7 +138,7 @@ def counted(kind, plan, settings, rows, changes=None, passes=1):
         step()
     # it loses count of modules that take others' places, and of those that run again or whose
     # gradients wait for others
-    alone = chunked(run) or any(op.dora and op.dropout for op in run.lowered.every(Adapt))
+    alone = chunked(run) or any(op.dora and op.dropout for op in run.lowered.find_ops(Adapt))
     if run.lowered.pipeline is None and passes == 1 and not alone:
         with debug:
             step()

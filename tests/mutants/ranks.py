@@ -56,7 +56,7 @@ def wanted(job):
     """What the single process depends on."""
     plan = lowered(job)
     every = [job.values, frozen(plan), divided(plan), adapters(plan), parts_reset(plan.ops)]
-    every += [[*op.modules.names(), op.settings] for op in plan.every(LimitExperts)]
+    every += [[*op.modules.names(), op.settings] for op in plan.find_ops(LimitExperts)]
     return json.dumps(every, sort_keys=True)
 
 
@@ -196,7 +196,7 @@ def single(job, path):
     plan = lowered(job)
     model = add_adapters(build(job.values), plan)
     reset_states(model, *parts_reset(plan.ops))  # in one process states of documents leak
-    for op in plan.every(LimitExperts):  # an expert has the slots of whole rows
+    for op in plan.find_ops(LimitExperts):  # an expert has the slots of whole rows
         limited = [model.get_submodule(name) for name in op.modules.names()]
         limit_experts(model, limited, **op.settings)
     steps, counted = batches(job.values, model)

@@ -251,7 +251,7 @@ def _decides(node, kinds):
     if not isinstance(node, ast.Call):
         return False
     function = getattr(node.func, "id", getattr(node.func, "attr", ""))
-    asks = function in ("isinstance", "every", "has", "first", "only")
+    asks = function in ("isinstance", "find_ops", "has", "first", "only")
     return asks and any(_names(argument) & kinds for argument in node.args)
 
 

@@ -32,7 +32,7 @@ PARTICIPLES = re.compile(
 NOUNS_AND_VERBS = {"need", "feed", "seed", "embed", "shared"}
 
 PARTICIPLES_AT_MOST = 47
-PREPOSITIONS_AT_MOST = 12
+PREPOSITIONS_AT_MOST = 11
 WORDS_AT_MOST = {
     "begin again": 8,
     "divide the experts": 18,

@@ -59,7 +59,7 @@ class Script:
 
     def splits(self, run):
         """Whether ranks have parts of the rows; `sequence_parts` may be a seeded fault."""
-        return run.lowered.axis_size(*(op.axis for op in run.lowered.every(ContextParallel))) > 1
+        return run.lowered.axis_size(*(op.axis for op in run.lowered.find_ops(ContextParallel))) > 1
 
     def forward(self, model, batch, extra):
         """The output of a pass, with its loss."""

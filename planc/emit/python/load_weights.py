@@ -32,7 +32,7 @@ def load_function(lowered: Lowered) -> list[str]:
         "",
         f'    {_ONE_FORM}"""',
     ]
-    adapts = lowered.every(Adapt)
+    adapts = lowered.find_ops(Adapt)
     if adapts:
         lines.append("    unset = unset_adapters(model)")
     function, *given = _CHECKED[way]

@@ -147,7 +147,7 @@ def same_rows(lowered: Lowered, meshes: Meshes, passes: int) -> SameRows | None:
 
     None if there are none, or if a style of the model itself says what each rank passes.
     """
-    images = [op.axis for op in lowered.every(ContextParallel) if op.patches]
+    images = [op.axis for op in lowered.find_ops(ContextParallel) if op.patches]
     axes = [a.name for a in lowered.axes if a.role is AxisRole.TENSOR] + images
     if any(not op.modules.path for op in lowered.styles):
         return None
@@ -508,7 +508,7 @@ def kinds_hook(model: nn.Module, lowered: Lowered, meshes: Meshes) -> Hook | Non
     """
     arguments = inspect.signature(model.forward)
     shared = {*OF_IMAGES, *chain(*OF_IMAGES.values())} if lowered.has(ShareTower) else set()
-    holders = (n for op in lowered.every(ShareTower) for n in op.modules.names())
+    holders = (n for op in lowered.find_ops(ShareTower) for n in op.modules.names())
     kinds = [kinds_of(model.get_submodule(n), [*arguments.parameters]) for n in holders]
     if any(name in every for every in kinds for name in SOUND):
         shared |= {n for n in arguments.parameters if _SOUND.search(n)}

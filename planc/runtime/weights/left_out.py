@@ -28,7 +28,7 @@ def frozen_by(model: nn.Module, lowered: Lowered) -> frozenset[str]:
     """The parameters that the plan freezes and that are frozen: not those that a script froze,
     which may have been trained before.
     """
-    freezes = lowered.every(Freeze)
+    freezes = lowered.find_ops(Freeze)
     last = {name: (i, op.trainable) for i, op in enumerate(freezes) for name in op.modules.names()}
     adapted = lowered.has(Adapt)
 

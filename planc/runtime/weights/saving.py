@@ -320,7 +320,7 @@ def _describe(
     if not callable(getattr(config, "to_json_string", None)):
         return
     values = json.loads(config.to_json_string())
-    for op in lowered.every(Configure):  # for training only, such as `use_cache = false`
+    for op in lowered.find_ops(Configure):  # for training only, such as `use_cache = false`
         owner, _, name = op.name.rpartition(".")
         inner = values
         for part in owner.split(".") if owner else ():

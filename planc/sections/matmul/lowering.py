@@ -26,7 +26,7 @@ def sends(op: AnyOp, step: Step) -> Iterator[Sent]:
     """The largest values of all weights that FSDP gathers in fp8, before each forward pass."""
     if not isinstance(op, ScaleWeights):
         return
-    weights = [one.modules for one in step.lowered.every(LowPrecision) if one.gather]
+    weights = [one.modules for one in step.lowered.find_ops(LowPrecision) if one.gather]
     shard = next(o.shard for o in step.lowered.fsdp_units if o.shard and o.saved)
     split = (o for o in step.lowered.styles if any(o.modules.overlap(m) for m in weights))
     stored = next(p.dtype for m in weights for p in parameters_of(m) if p.name == "weight")

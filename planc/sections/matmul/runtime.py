@@ -22,7 +22,7 @@ def require(lowered: Lowered, device: str) -> None:
     """
     if device != "cuda" or torch.version.cuda is None:
         return
-    recipes = {op.recipe: op for op in lowered.every(LowPrecision)}
+    recipes = {op.recipe: op for op in lowered.find_ops(LowPrecision)}
     here = torch.cuda.get_device_capability()
     for recipe, op in recipes.items():
         if not op.emulate and here < CAPABILITY[recipe]:

@@ -340,9 +340,11 @@ class PartSplit:
             attends = self.part.attended or any(p.count > 1 for p in self.part.products)
             blocks = attending(step)[1] if self.part.at and attends else 0
             own = [
-                op for op in step.lowered.every(Attend) if below(op.modules, self.name) is not None
+                op
+                for op in step.lowered.find_ops(Attend)
+                if below(op.modules, self.name) is not None
             ]
-            blocks -= sum(len(op.modules) for op in step.lowered.every(Attend))
+            blocks -= sum(len(op.modules) for op in step.lowered.find_ops(Attend))
             return sent.times // (step.passes * blocks) if blocks > 0 and not own else 0
         name = below(sent.modules, self.name)
         if name is None or (not self.name and self.work.stage_of(name) != stage):

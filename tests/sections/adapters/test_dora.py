@@ -59,7 +59,7 @@ def magnitudes(lowered):
     """The styles of magnitudes, by the layer's name."""
     return {
         op.modules.path[-3]: op.style
-        for op in lowered.every(Parallelize)
+        for op in lowered.find_ops(Parallelize)
         if MAGNITUDE in op.modules.path
     }
 
@@ -84,14 +84,14 @@ def test_magnitudes_of_a_fused_weight_are_cut_in_its_parts(plan):
     ((_, layout),) = own
     bases = [
         op.style
-        for op in lowered.every(Parallelize)
+        for op in lowered.find_ops(Parallelize)
         if op.modules.path[-2:] == ("gate_up_proj", "base_layer")
     ]
     assert layout.parts == bases[0].parts != 1
 
 
 def test_the_operation_says_it(plan):
-    ops = compiled_of("llama-3.1-8b", plan(LLAMA), ["tp=2"]).lowered.every(Adapt)
+    ops = compiled_of("llama-3.1-8b", plan(LLAMA), ["tp=2"]).lowered.find_ops(Adapt)
     assert [op.headline() for op in ops] == [
         "lora, rank 4, alpha 8, dora",
         "lora, rank 3, alpha 3, rslora, dora",

@@ -1074,7 +1074,7 @@ def test_the_last_block_is_the_last_by_number(ratios, tmp_path):
     path = tmp_path / "model.json"
     path.write_text(json.dumps(values))
     compiled = compiled_of(str(path), "deepseek_v4", ["cp=2"], world=2)
-    [op] = compiled.lowered.every(ContextParallel)
+    [op] = compiled.lowered.find_ops(ContextParallel)
     assert op.blocks == ("model.layers.0", f"model.layers.{len(ratios) - 1}")
     verdict = flow(compiled, Sink())
     assert verdict.verdict == "proved", verdict.reason

@@ -441,7 +441,7 @@ def test_a_capacity_is_one_of_the_plan(tmp_path):
         lowered = planc.lower(
             "mixtral-8x7b", str(tmp_path / "a.plan"), world_size=8, overrides=[f"ep={ranks}"]
         )
-        (op,) = lowered.every(LimitExperts)
+        (op,) = lowered.find_ops(LimitExperts)
         assert (op.capacity, op.drop, op.sent) == (1.5, "position", ranks != "1")
 
 
