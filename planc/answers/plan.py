@@ -226,7 +226,7 @@ def step_of(
         micro_batches=micro_batches or 1,
     )
     require_divisible(step, plan.mesh if plan else None, sink)
-    return None if sink.failed else step
+    return None if sink.has_errors else step
 
 
 def step_order(compiled: Compiled, step: Step, sink: Sink) -> Order | None:
@@ -257,7 +257,9 @@ def compile_side(
     """
     loading = Sink()
     facts = load(model, loading, allow_code=code)
-    unknown = loading.failed and all(d.code in NO_TORCH for d in loading if d.severity == "error")
+    unknown = loading.has_errors and all(
+        d.code in NO_TORCH for d in loading if d.severity == "error"
+    )
     alone = files.lowered if unknown and isinstance(files, LoweredFile) else None
     if alone is None:
         sink.add(*loading)

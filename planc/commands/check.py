@@ -107,8 +107,8 @@ def _run(options: argparse.Namespace) -> tuple[int, list[Compiled]]:
     except ProjectError as error:
         sink.error("PL021", str(error))
         found = Project()
-    targets = list(_targets(options, found)) if not sink.failed else []
-    if not targets and not sink.failed:
+    targets = list(_targets(options, found)) if not sink.has_errors else []
+    if not targets and not sink.has_errors:
         sink.error(
             "PL023",
             "no model is named, and no pyproject.toml has [[tool.planc.targets]]",

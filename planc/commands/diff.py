@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     steps = {side: step for side, step in found if step} if options.sends else {}
     output.show(merged, "full", sys.stderr, quiet=True)
     old, new = (side.lowered for side in sides.values())
-    if old is None or new is None or merged.failed:
+    if old is None or new is None or merged.has_errors:
         return output.FAILED
     change = compare.compare(old, new)
     if options.html:

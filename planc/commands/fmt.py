@@ -67,6 +67,6 @@ def run(options: argparse.Namespace) -> int:
         elif layout.changes and layout.write(sink):
             print(f"formatted {layout.name}")
     output.show(sink, "full", sys.stderr, quiet=True)
-    if failed or sink.failed:
+    if failed or sink.has_errors:
         return output.FAILED
     return output.FINDINGS if changed and (options.check or options.diff) else output.CLEAN

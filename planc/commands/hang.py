@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     if options.world_size is None and abouts:
         options.world_size = abouts[0]["world_size"]
     compiled = output.compile_options(options, sink)
-    if compiled.lowered is not None and not sink.failed:
+    if compiled.lowered is not None and not sink.has_errors:
         other = next((a for a in abouts if a["digest"] != compiled.digest), None)
         if other is not None:
             sink.error(
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
                 help="name the model, the plan and the settings of the run",
             )
     output.show(sink, "full", sys.stderr, quiet=True)
-    if compiled.lowered is None or sink.failed:
+    if compiled.lowered is None or sink.has_errors:
         return output.exit_code(sink)
     with output.waiting("running each pipeline rank"):
         order = known_order(compiled, sink)

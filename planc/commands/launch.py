@@ -56,9 +56,9 @@ def run(options: argparse.Namespace) -> int:
             f"a file for {options.to} has one number of nodes, and several world sizes were given",
             help="write one, or a file for torchrun, slurm or ray",
         )
-    made = None if sink.failed else _job(options, sink)
+    made = None if sink.has_errors else _job(options, sink)
     output.show(sink, "full", sys.stderr, quiet=True)
-    if made is None or sink.failed:
+    if made is None or sink.has_errors:
         return output.exit_code(sink)
     if options.output and _is_another(Path(options.output)):
         text = f"cannot write {options.output}: a file that planc launch did not write is there"
@@ -85,7 +85,7 @@ def _job(options: argparse.Namespace, sink: Sink) -> job.ClusterJob | None:
         return None
     most = plans[0].world_size
     nodes, per = zip(*(job.nodes_of(plan, gpus, sink, most=most) for plan in plans), strict=True)
-    if options.to != "ray" and not sink.failed:
+    if options.to != "ray" and not sink.has_errors:
         job.require_range(nodes, per[0], sink)
     known = [_stored_verdict(one, sink) for one in every]
     digests = [one.digest for one in every]

@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     if compiled.lowered is None:
         return output.exit_code(sink)
     found = _of_a_step(options, compiled, sink)
-    if sink.failed:
+    if sink.has_errors:
         output.show(sink, "full", sys.stderr, quiet=True)
         return output.exit_code(sink)
     if options.format == "tp-plan":
@@ -174,7 +174,7 @@ def _compare(target: Target, path: Path, options: argparse.Namespace) -> int:
     before = lowered_file.read(str(path), sink) if path.exists() else None
     new, code = _lower_target(target, options)
     if before is None:
-        if not sink.failed:
+        if not sink.has_errors:
             sink.error("PL006", f"there is no {path}", help="`planc lower --save` writes it")
         output.show(sink, "full", sys.stderr)
         return output.FAILED

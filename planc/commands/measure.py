@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(plain(measured), indent=2))
     elif measured:
         terminal.show("".join(f"{line}\n" for line in text(measured)))
-    if measured and not measured.fits and not sink.failed:
+    if measured and not measured.fits and not sink.has_errors:
         return output.FINDINGS
     return output.exit_code(sink)
 

@@ -26,13 +26,13 @@ def run(options: argparse.Namespace) -> int:
     sink = Sink()
     shared_arguments.whole_batch(options, sink)
     hardware = profiles.hardware(options.hardware, sink)
-    compiled = Compiled() if sink.failed else output.compile_options(options, sink)
+    compiled = Compiled() if sink.has_errors else output.compile_options(options, sink)
     findings, asked = tuple(sink), sink if options.batch else Sink()
     found = None
     if not options.svg:
         found = answer_for(compiled, shared_arguments.request(options), asked)
     output.show(sink, "full", sys.stderr, quiet=True)
-    if sink.failed or not (compiled.lowered and compiled.facts and hardware):
+    if sink.has_errors or not (compiled.lowered and compiled.facts and hardware):
         return output.exit_code(sink)
     if options.svg:
         drawn = picture(compiled.lowered, tree(compiled), hardware.ranks_per_node)

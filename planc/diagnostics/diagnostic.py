@@ -172,7 +172,7 @@ class Sink:
         return sum(d.severity is Severity.ERROR for d in self)
 
     @property
-    def failed(self) -> bool:
+    def has_errors(self) -> bool:
         return self.errors > 0
 
     def __iter__(self) -> Iterator[Diagnostic]:

@@ -57,7 +57,7 @@ def _changes(compiled: Compiled, draft: Draft) -> list[RuleChange]:
         quiet = Sink()
         rules = tuple(_apply_changes(plan, axes[0].name, wanted, changes))
         infer_layouts(replace(plan, tensor=rules, broken=plan.broken - {"tensor"}), facts, quiet)
-        return not quiet.failed
+        return not quiet.has_errors
 
     return fewest(_blocks(differences(mine, wanted, plan, right)), follows)
 

@@ -65,5 +65,5 @@ def accept(verdict: KnownVerdict | None, require: Required | None) -> None:
         message = f"the run requires a verified plan, and this one is {verdict.text}"
         help = "run `planc verify` with the same model, world size and settings"
         sink.error("PL482", message, help=help)
-    if sink.failed:
+    if sink.has_errors:
         raise PlanError(sink, rank=0)

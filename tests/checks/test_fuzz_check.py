@@ -87,11 +87,11 @@ def plans(draw):
 def test_no_plan_breaks_the_compiler(model, plan, world):
     facts, sink = MODELS[model], Sink()
     file = parse(Source("p.plan", plan), sink)
-    if not sink.failed:
+    if not sink.has_errors:
         ir = complete_plan([file], facts, sink, world_size=world, settings=["tp=2"])
         if ir is not None:
             check(ir, facts, sink)
-            if not sink.failed:
+            if not sink.has_errors:
                 survives(lower(ir, facts))
     for format in FORMATS:
         render(sink, format)

@@ -140,10 +140,10 @@ class Family:
 
 def verdict(done, sink):
     """`refuted`, `unknown` or `passed`, as `planc check` would say."""
-    if sink.failed:
+    if sink.has_errors:
         return "refuted"
     found = flow(done, sink)
-    if sink.failed:
+    if sink.has_errors:
         return "refuted"
     return "unknown" if found.verdict == "unknown" else "passed"
 

@@ -33,7 +33,7 @@ def ask(compiled, name, plan=True):
     if not plan:  # as one that was read back from JSON
         compiled = replace(compiled, plan=None, applied=None)
     answer = why(name, compiled, sink)
-    assert not sink.failed and answer is not None, [d.message for d in sink]
+    assert not sink.has_errors and answer is not None, [d.message for d in sink]
     return answer
 
 

@@ -119,7 +119,7 @@ def checked(case, files, folder, changes, fault=""):
     """
     done, sink = compiled(case, files, folder, changes)
     text = ""
-    if not sink.failed:
+    if not sink.has_errors:
         with (
             silent_faults.installed(fault),
             mock.patch.object(judge.cache, "recall", lambda *_: None),

@@ -51,7 +51,7 @@ def found(model, **keywords):
     """The facts and what was said, as `CODE message` lines."""
     sink = Sink()
     facts = load(str(model), sink, **keywords)
-    assert (facts is None) == sink.failed
+    assert (facts is None) == sink.has_errors
     for d in sink:
         assert (PAGES / f"{d.code}.md").is_file()
         assert "\n" not in d.message

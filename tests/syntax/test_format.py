@@ -43,14 +43,14 @@ TEXTS = list(EXAMPLES.values())
 def formatted(text):
     sink = Sink()
     result = layout.format_plan(Source("p.plan", text), sink)
-    assert (result is None) == sink.failed, [d.message for d in sink]
+    assert (result is None) == sink.has_errors, [d.message for d in sink]
     return result
 
 
 def tree(text):
     sink = Sink()
     file = parse(Source("p.plan", text), sink)
-    assert not sink.failed, [d.message for d in sink]
+    assert not sink.has_errors, [d.message for d in sink]
     return file
 
 
@@ -178,7 +178,7 @@ def test_what_does_not_parse_has_no_layout(text, at, length):
     broken = text[:at] + text[at + length :]
     sink = Sink()
     result = layout.format_plan(Source("p.plan", broken), sink)
-    assert (result is None) == sink.failed
+    assert (result is None) == sink.has_errors
     if result is not None:
         whole_and_stable(broken)
 

@@ -46,7 +46,7 @@ def test_any_text(text):
 @given(st.lists(st.sampled_from([*ODD, "plan a for b", "mesh", "tensor on tp", " a.b ", "*", "1"])))
 def test_any_tokens(parts):
     file, sink = read("".join(parts))
-    assert file.statements or sink.failed
+    assert file.statements or sink.has_errors
 
 
 @st.composite
@@ -72,10 +72,10 @@ def broken(draw):
 @given(broken())
 def test_broken_plans(text):
     file, sink = read(text)
-    if sink.failed:
+    if sink.has_errors:
         assert any(d.labels for d in sink), "no error says where"
     if not file.statements:
-        assert sink.failed
+        assert sink.has_errors
     for format in FORMATS:
         shown = render(sink, format)
         shown.encode("utf-8")

@@ -68,7 +68,7 @@ def texts():
     for page in sorted(page for folder in folders for page in ROOT.glob(f"{folder}/*.md")):
         for i, (kind, _, body) in enumerate(BLOCK.findall(page.read_text())):
             sink = Sink()
-            if kind == "plan" and parse(Source("a.plan", body), sink) and not sink.failed:
+            if kind == "plan" and parse(Source("a.plan", body), sink) and not sink.has_errors:
                 yield f"{page.relative_to(ROOT)}:{i}", body
 
 

@@ -225,7 +225,7 @@ def test_a_brace_that_stands_for_a_missing_one_is_not_reported():
     """Found by fuzzing: a head without its brace before a block."""
     text = 'plan q \n q\n\nextend "l.plan"\n\ntensor on tp {\n    a : colwise\n}for'
     _, sink = read(text)
-    assert sink.failed
+    assert sink.has_errors
 
 
 def test_the_stored_table_is_that_of_the_grammar():

@@ -42,7 +42,7 @@ def format_plan(source: Source, sink: Sink) -> str | None:
         return text
     check = Sink()
     after = parse(Source(source.name, result), check)
-    if check.failed or after != before or _comments(result) != _comments(text):
+    if check.has_errors or after != before or _comments(result) != _comments(text):
         raise RuntimeError(f"the canonical layout of {source.name} would change its meaning")
     first = text.find("\n")
     return result.replace("\n", "\r\n") if text[max(first - 1, 0) : first] == "\r" else result

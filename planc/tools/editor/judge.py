@@ -93,7 +93,7 @@ def check(judged: Judged) -> Judged:
     """With what the compiler finds, where the syntax is right: a second for the largest models."""
     sink, target = Sink(), judged.chosen.target
     sink.add(*judged.findings)
-    if target and judged.scope and not sink.failed:
+    if target and judged.scope and not sink.has_errors:
         size, settings = target.world_size, target.set
         compile(judged.files, judged.scope.facts, sink, world_size=size, settings=settings)
     found = tuple(_place(finding, judged) for finding in sink)

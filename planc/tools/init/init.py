@@ -65,7 +65,7 @@ def draft_text(
     if cache.missing():
         message = f"a draft is proved as it is written: {cache.not_installed()}"
         sink.error("PL760", message, help=cache.INSTALL)
-    if sink.failed:
+    if sink.has_errors:
         return None
     facts = load(model, sink, allow_code=allow_code) if isinstance(model, str) else model
     if facts is None:

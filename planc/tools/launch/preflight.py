@@ -72,7 +72,7 @@ class Report:
     def document(self) -> dict[str, Any]:
         """The fields of the JSON document besides the findings."""
         return {
-            "passed": not self.sink.failed,
+            "passed": not self.sink.has_errors,
             "seconds": round(self.seconds, 1),
             "needed": asdict(self.needed),
             "ranks": [facts.document() for facts in self.every],
@@ -82,7 +82,7 @@ class Report:
 
     def lines(self) -> Iterator[str]:
         """The report as text, below its findings."""
-        how = "failed" if self.sink.failed else "passed"
+        how = "failed" if self.sink.has_errors else "passed"
         if self.lowered is None or not self.every:
             yield f"preflight {how} in {self.seconds:.1f} s"
             return
@@ -131,7 +131,7 @@ def preflight(
     if report.every and plan.lowered:
         report.needed = asked.needed(plan)
         report.sink.add(*differing(report.every, plan.lowered, asked.digest))
-    fits = ranks.broadcast("whether the plan is the same everywhere", not report.sink.failed)
+    fits = ranks.broadcast("whether the plan is the same everywhere", not report.sink.has_errors)
     if report.every and plan.lowered:
         report.sink.add(*judge_ranks(report.every, plan.lowered, report.needed))
     if fits and plan.lowered:
@@ -151,7 +151,7 @@ def _together(ranks: Peers, plan: Compiled, asked: Wanted, report: Report) -> No
     report.seen = _links(plan.lowered, ranks)
     if report.seen:
         report.sink.add(*links.slow(plan.lowered, report.seen, [f.host for f in report.every]))
-    if ranks.broadcast("whether all else is right", not report.sink.failed):
+    if ranks.broadcast("whether all else is right", not report.sink.has_errors):
         report.small = small_model.train(plan, ranks, allow_code=asked.allow_code)
         report.sink.add(*report.small.findings)
 

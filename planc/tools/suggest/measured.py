@@ -105,10 +105,10 @@ def measure(
         device, options: as of `count`.
     """
     try:
-        if layers is not None and not sink.failed:
+        if layers is not None and not sink.has_errors:
             compiled = shallower(compiled, layers, sink, device)
         answer = answer_for(compiled, replace(request, kernels=run_on(device)), sink)
-        if answer is None or sink.failed:
+        if answer is None or sink.has_errors:
             return None
         assert request.batch
         step = _step(answer.plan, answer.facts, request, request.batch)

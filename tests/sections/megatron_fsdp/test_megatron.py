@@ -109,7 +109,7 @@ def test_the_document_comes_back():
     plan = lowered(FULL)
     found = Sink()
     again = loads(dumps(plan), "it", found)
-    assert not found.failed and dumps(again) == dumps(plan)
+    assert not found.has_errors and dumps(again) == dumps(plan)
 
 
 @pytest.mark.parametrize(

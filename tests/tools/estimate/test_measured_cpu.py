@@ -12,7 +12,7 @@ def test_a_measured_cpu(tmp_path, capsys):
     assert main(["calibrate", "--cpu", "-o", str(path)]) == 0
     sink = Sink()
     found = hardware(str(path), sink)
-    assert found is not None and not sink.failed
+    assert found is not None and not sink.has_errors
     assert found.name == "cpu"
     assert set(found.sources) <= {*type(found).__dataclass_fields__}
     assert "measured" in capsys.readouterr().out

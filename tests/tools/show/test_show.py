@@ -196,7 +196,7 @@ def test_an_estimate_is_drawn_as_it_is():
     compiled, sink = compiled_of(*PLANS[0]), Sink()
     batch = Batch(global_batch=64, sequence=8192, micro_batches=4)
     found = answer(*compiled.applied, Request(batch=batch), sink)
-    assert found is not None and found.counted and not sink.failed
+    assert found is not None and found.counted and not sink.has_errors
     bars = timeline.passes(found)
     times = [4 if "x 4" in title else 1 for title in bars]
     sums = [sum(part[1] for part in bar) for bar in bars.values()]
