@@ -31,7 +31,7 @@ PARTICIPLES = re.compile(
 )
 NOUNS_AND_VERBS = {"need", "feed", "seed", "embed", "shared"}
 
-PARTICIPLES_AT_MOST = 46
+PARTICIPLES_AT_MOST = 41
 PREPOSITIONS_AT_MOST = 11
 WORDS_AT_MOST = {
     "begin again": 8,

@@ -42,7 +42,7 @@ class Server:
         self.known: dict[str, tuple[dict[str, str], Judged]] = {}
         self.lock = asyncio.Lock()
 
-    async def judged(self, uri: str, *, whole: bool = False) -> Judged:
+    async def judge(self, uri: str, *, whole: bool = False) -> Judged:
         """The plan as it is now; `whole` with all findings. Building a model's table for the first
         time takes seconds, and so may checks, so both run beside what the protocol does.
         """
@@ -63,11 +63,11 @@ class Server:
                 self.known[uri] = texts, found
         return found
 
-    async def asked(self, params: Any) -> tuple[Judged, int]:
+    async def position(self, params: Any) -> tuple[Judged, int]:
         """The plan and the offset that a request is about. The protocol counts UTF-16 units of a
         line, unless the editor asks for others.
         """
-        judged = await self.judged(params.text_document.uri)
+        judged = await self.judge(params.text_document.uri)
         lines, at = judged.source.text.split("\n"), params.position
         if at.line >= len(lines):  # the text is shorter by now
             return judged, len(judged.source.text)
@@ -89,7 +89,7 @@ class Server:
 
     # What is found
 
-    async def changed(self, params: Any) -> None:
+    async def publish(self, params: Any) -> None:
         """Publishes what is found in all open plans: they may extend the one that changed."""
         # pygls knows documents by their decoded URIs
         documents, key = self.ls.workspace.text_documents, unquote(params.text_document.uri)
@@ -102,15 +102,15 @@ class Server:
     async def _publish_all(self) -> None:
         documents = self.ls.workspace.text_documents
         for uri, version in [(d.uri, d.version) for d in documents.values()]:
-            found = (await self.judged(uri, whole=True)).findings
+            found = (await self.judge(uri, whole=True)).findings
             self._publish(uri, [self._diagnostic(finding) for finding in found], version)
 
-    async def saved(self, params: Any) -> None:
+    async def read_again(self, params: Any) -> None:
         """Files that are not open may have changed: other plans, pyproject.toml, a model."""
         self.known.clear()
-        await self.changed(params)
+        await self.publish(params)
 
-    async def closed(self, params: Any) -> None:
+    async def forget(self, params: Any) -> None:
         """Plans that extend the closed one see the file again, and not what was typed."""
         self._publish(params.text_document.uri, [])
         await self._publish_all()
@@ -137,14 +137,14 @@ class Server:
     # Requests
 
     async def hover(self, params: Any) -> Any:
-        found = hover.hover(*await self.asked(params))
+        found = hover.hover(*await self.position(params))
         if found is None:
             return None
         content = lsp.MarkupContent(kind=lsp.MarkupKind.Markdown, value=found[0])
         return lsp.Hover(contents=content, range=self.range(found[1]))
 
     async def completion(self, params: Any) -> Any:
-        judged, offset = await self.asked(params)
+        judged, offset = await self.position(params)
         typed, items = completion.complete(judged, offset)
         place = self.range(judged.source.span(offset - len(typed), offset))
         return [
@@ -158,11 +158,11 @@ class Server:
         ]
 
     async def definition(self, params: Any) -> Any:
-        found = navigation.definition(*await self.asked(params))
+        found = navigation.definition(*await self.position(params))
         return self.location(found) if found else None
 
     async def symbols(self, params: Any) -> Any:
-        return self._symbols((await self.judged(params.text_document.uri)).own.statements)
+        return self._symbols((await self.judge(params.text_document.uri)).own.statements)
 
     def _symbols(self, nodes: Iterable[Any]) -> list[Any]:
         return [
@@ -179,7 +179,7 @@ class Server:
 
     async def formatting(self, params: Any) -> Any:
         """None for a plan that does not parse: its findings say why."""
-        source = (await self.judged(params.text_document.uri)).source
+        source = (await self.judge(params.text_document.uri)).source
         text = format_plan(source, Sink())
         if text is None or text == source.text.removeprefix("\ufeff"):
             return None
@@ -189,7 +189,7 @@ class Server:
         """The corrections that `planc check --fix` makes, on the lines that are asked for."""
         uri, first, last = params.text_document.uri, params.range.start.line, params.range.end.line
         found = []
-        for finding in (await self.judged(uri, whole=True)).findings:
+        for finding in (await self.judge(uri, whole=True)).findings:
             place = self.range(finding.labels[0].span)
             if finding.edit is None or not place.start.line <= last or place.end.line < first:
                 continue
@@ -225,10 +225,10 @@ def serve() -> None:
     ls.feature(lsp.TEXT_DOCUMENT_COMPLETION, triggers)(partial(server.completion))
     for name, answer in {
         lsp.INITIALIZED: server.enter_folder,
-        lsp.TEXT_DOCUMENT_DID_OPEN: server.changed,
-        lsp.TEXT_DOCUMENT_DID_CHANGE: server.changed,
-        lsp.TEXT_DOCUMENT_DID_SAVE: server.saved,
-        lsp.TEXT_DOCUMENT_DID_CLOSE: server.closed,
+        lsp.TEXT_DOCUMENT_DID_OPEN: server.publish,
+        lsp.TEXT_DOCUMENT_DID_CHANGE: server.publish,
+        lsp.TEXT_DOCUMENT_DID_SAVE: server.read_again,
+        lsp.TEXT_DOCUMENT_DID_CLOSE: server.forget,
         lsp.TEXT_DOCUMENT_HOVER: server.hover,
         lsp.TEXT_DOCUMENT_DEFINITION: server.definition,
         lsp.TEXT_DOCUMENT_DOCUMENT_SYMBOL: server.symbols,
