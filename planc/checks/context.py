@@ -92,7 +92,7 @@ def _states(op: ContextParallel, facts: Facts, sink: Sink) -> None:
         if name == "exchange" and not op.states:
             sink.warning(
                 "PL546",
-                f"`exchange` is for states that go from token to token, and {facts.name} has none",
+                f"`exchange` is for recurrent states, and {facts.name} has none",
                 origin,
                 help="remove it: attention exchanges what `attention` says",
             )

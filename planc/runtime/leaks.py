@@ -1,10 +1,10 @@
 """Finds tokens of a proxy model that see tokens that they must not: packed documents, and padding.
 
 Attention tells the documents of a row apart where positions begin again and there is no mask, and
-leaves out what a mask pads. States and convolutions that go from token to token do neither, unless
-their code says so or the plan resets them. A single process shows it, so no comparison with one
-does: the proxy model runs twice, with other tokens in the first document, or in the padding, and
-nothing else may move.
+leaves out what a mask pads. Recurrent states and convolutions do neither, unless their code does so
+or the plan resets them. A comparison with one process cannot show it, because that leaks too. The
+proxy model runs twice, with other tokens in the first document, or in the padding, and no other
+output may change.
 """
 
 import inspect

@@ -76,8 +76,8 @@ class ContextParallel:
         balance: which tokens a rank has: `none` for a run of them, `head_tail` for one
             of the beginning and one of the end, so that causal attention is as much
             work for each rank; `per_document` for the same in each packed document.
-        exchange: what is exchanged of states that go from token to token: `state`, or
-            `gather` for all that they are computed from.
+        exchange: how ranks exchange recurrent states: `state` passes them on, `gather`
+            all-gathers their inputs.
         states: the keys of `TOKENS` that the model has.
 
     Raises:

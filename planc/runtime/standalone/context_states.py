@@ -1,4 +1,4 @@
-"""States that go from token to token, where each rank has a part of every row.
+"""Recurrent states over ranks that hold sequence shards.
 
 A recurrence hands a state on, and a convolution sees some tokens before its own. What
 computes them (`TOKENS` in documents.py) gets what the ranks before it have: the tokens

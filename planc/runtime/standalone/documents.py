@@ -1,10 +1,10 @@
 """Packed documents whose states do not see each other.
 
-Attention tells the documents of a row apart where positions begin again. A state that
-goes from token to token, or a convolution, does so only in a kernel that is told where
-documents begin. Here the functions that hand such states on run on each document alone:
-documents become rows of their own, and their outputs go back to their places. So each
-gets what it gets by itself, whatever the function computes.
+Attention tells the documents of a row apart where positions begin again. A recurrent
+state or a convolution does so only in a kernel that is given the document boundaries.
+Here the functions with such states run on each document separately: documents become
+rows, and their outputs return to their places. Each document gets the outputs that it
+has by itself, whatever the function computes.
 """
 
 import functools
