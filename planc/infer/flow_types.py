@@ -30,7 +30,7 @@ class Clash(Exception):
 
     Args:
         why: the reason, at a line of the model's code.
-        cut: those that would have to be parts of the sequence.
+        cut: those that would have to be sequence shards.
         whole: those that would have to be whole.
         mixed: those that would have to be DTensors.
         rules: the modules whose rules gave the tensors.
@@ -108,7 +108,7 @@ class State:
         cuts: varying tensors that were cut along their split dim.
         rules: that follow.
         sent: what is sent forward and backward, in hidden states.
-        work: norms and sums of residuals that run on parts of the sequence.
+        work: norms and sums of residuals that run on sequence shards.
     """
 
     kinds: Mapping[int, Held] = field(default_factory=dict)
@@ -153,7 +153,7 @@ class Layouts:
 
     Args:
         rules: those that follow, and the split weights as completed.
-        parts, sums: the sums of two hidden states that run on parts of the sequence, and all.
+        parts, sums: the sums of two hidden states that run on sequence shards, and all.
         around: the blocks that are gathered as one.
         why: the clashes that were met.
         cuts: the modules whose outputs the model's code cuts along their split dim, with the line.
@@ -168,5 +168,5 @@ class Layouts:
 
     @property
     def everywhere(self) -> bool:
-        """Whether all sums of hidden states run on parts of the sequence."""
+        """Whether all sums of hidden states run on sequence shards."""
         return 0 < self.parts == self.sums and not self.around

@@ -38,7 +38,7 @@ from planc.proxy.flow import FlowSource, flow_of, flow_source
 Recorded = tuple[FlowSource, StandInModel, tuple[TensorRule, ...], DataFlow]
 """A proxy model, how it stands for the real one, the rules on it, and its data flow."""
 NO_TOKENS = "planc knows a sequence by its token ids, and this model takes none"
-"""Why no hidden states of a model of sound are parts of the sequence."""
+"""The reason why no hidden states of an audio model are sequence shards."""
 _DEPTHS = (2, 6, 10, 16)
 """The least numbers of layers of the proxy models that are tried."""
 
@@ -120,7 +120,7 @@ def _stated_sections(
 
 
 def _parts(style: Style) -> bool:
-    """Whether a style states parts of the sequence."""
+    """Whether a style states sequence shards."""
     made = contract(style)
     flows = () if made.sums else (*made.takes, *made.gives)
     return any(Shard(1) in flow.forward for flow in flows)
@@ -332,12 +332,13 @@ class _Section:
         return False
 
     def _in_part(self, flow: DataFlow, layouts: Layouts) -> None:
-        """Says where hidden states are not parts of the sequence, and why."""
-        some = f"parts of the sequence in {layouts.parts} of {layouts.sums} sums of the proxy model"
+        """Reports how many sums of hidden states are sequence-parallel, and why others are not."""
+        share = f"{layouts.parts} of {layouts.sums} sums of hidden states in the proxy model"
+        whole = "hidden states are whole on each rank"
         reasons = dict.fromkeys(_lines(flow, layouts.why))
         self.sink.info(
             "PL527",
-            f"hidden states are {some if layouts.parts else 'whole on each rank'}",
+            f"sequence parallelism covers {share}" if layouts.parts else whole,
             self.setting.origin,
             facts=list(reasons)[:3],
         )
@@ -348,7 +349,7 @@ class _Section:
         setting, facts = self.setting, _lines(flow, why[-3:])
         if setting.wanted:
             facts = facts or ([NO_TOKENS] if flow.tokens is None else [])
-            message = "no hidden states can be parts of the sequence"
+            message = "no hidden states can be sharded on the sequence"
             help = "write `sequence = auto`, or `sequence = false`"
             self.sink.error("PL526", message, setting.origin, facts=facts, help=help)
             return

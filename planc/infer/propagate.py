@@ -1,7 +1,7 @@
 """Layouts from weight splits: an interpretation of a model's data flow.
 
 The calls of the flow are interpreted in order, with the types of `flow_types` and without values.
-Where a module takes parts of the sequence, it is tried in five ways; where tensors do not go
+If a module gets sequence shards, it is tried in five ways; where tensors do not go
 together, outputs of the modules that gave them are changed, and the module around is interpreted
 again. What is stated is a fixed point, around which the rest follows.
 """
@@ -28,7 +28,7 @@ _RETRIES = 2000
 
 
 def infer(flow: DataFlow, splits: Styles, stated: Styles, *, sequence: bool) -> Layouts:
-    """The layouts that follow from splits, with or without parts of the sequence.
+    """The layouts that follow from splits, with or without sequence parallelism.
 
     Args:
         splits: how weights are split; their layouts are open.
@@ -306,7 +306,7 @@ class _Inference(FlowOperations):
     def enter_sequence(
         self, call: FlowCall, whole: Sequence[tuple[str, int]], state: State, around: Around
     ) -> State:
-        """From here on hidden states are parts of the sequence."""
+        """Makes hidden states sequence shards from here on."""
         made = self.attempt(call, state.with_kind((t for _, t in whole), Held.PART), around)
         made = made.with_kind((t for _, t in whole if t not in call.output_tensors), Held.WHOLE)
         reason = "from here on, hidden states are parts of the sequence"
@@ -314,7 +314,7 @@ class _Inference(FlowOperations):
         return _first(made, state, found, sent=self.wide(t for _, t in whole))
 
     def with_parts(self, call: FlowCall, state: State, around: Around) -> State:
-        """The cheapest of: parts of the sequence inside as well; gathered here, as a DTensor or
+        """The cheapest of: sequence shards inside as well; gathered here, as a DTensor or
         plain, with outputs that are cut inside or here.
         """
         parts = state.some(call, Held.PART)

@@ -135,8 +135,8 @@ class SequenceSetting(Meaning):
     """The setting `sequence` of a tensor section: layouts over its axis are inferred.
 
     Args:
-        wanted: whether with parts of the sequence; None for `auto`.
-        parts: whether hidden states are parts of the sequence, after inference.
+        wanted: whether hidden states are to be sequence shards; None for `auto`.
+        parts: whether hidden states are sequence shards, after inference.
     """
 
     axis: str

@@ -139,6 +139,6 @@ def _shard(name: str, modules: tuple[Modules, ...], step: Step) -> int | None:
 
 
 def _are_sharded(step: Step) -> bool:
-    """Whether the hidden states between blocks are parts of the sequence."""
+    """Whether the hidden states between blocks are sequence shards."""
     flows = (flow.forward for op in step.lowered.styles for flow in contract(op.style).gives)
     return any(isinstance(a, Partial) and isinstance(b, Shard) for a, b in flows)

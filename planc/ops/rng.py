@@ -93,7 +93,7 @@ class DrawByRank(Op):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawApart(Op):
     """Random numbers that differ by place along axes whose ranks share rows of the batch: stages,
-    which hold other layers, and ranks with parts of a sequence, which hold other tokens.
+    which hold other layers, and ranks with sequence shards, which hold other tokens.
 
     Args:
         axes: outermost first.

@@ -5,7 +5,7 @@ one token (so that some experts get none), and labels that are ignored unevenly 
 ranks; one with two packed documents in each row. The second step has one plain pass, if asked of a
 length that the tensor axes don't divide. A model that
 does not take such an input in a single process gets the pass without it. A loss that is a mean over
-labels has as many in each row, all of them late, and so unlike numbers in parts of a sequence.
+labels has as many in each row, all of them late, and so unlike numbers in sequence shards.
 """
 
 from __future__ import annotations

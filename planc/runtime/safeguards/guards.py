@@ -127,7 +127,7 @@ def _not_embedded(name: str, op: Parallelize, _model: nn.Module, _args: Any, kwa
 
 
 def _lengths(applied: Applied) -> Check | None:
-    """The plan may be proved for equal parts of a sequence alone."""
+    """Requires equal sequence shards if the plan is proved for these alone."""
     sizes = (a.size for a in applied.lowered.axes if a.role is AxisRole.TENSOR)
     ranks, known = math.lcm(*sizes), applied.known
     return (

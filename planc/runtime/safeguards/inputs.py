@@ -446,7 +446,7 @@ def _divisor(model: nn.Module | None, kwargs: Any) -> Tensor | float:
 
     It is the number that the script gives, which must be the same on all data ranks, or the number
     of labels of the pass; -1 for a pass of another kind. Under context parallelism the labels of
-    all parts of the sequences count, since planc averages over them all.
+    all sequence shards count, because planc averages over them all.
     """
     context = None if model is None else model.__dict__.get(CONTEXT)
     trained = model is not None and model.training and torch.is_grad_enabled()

@@ -22,7 +22,7 @@ NO_TARGET = -100
 
 
 class ContextError(ValueError):
-    """A model or a batch that cannot be computed in parts of the sequence."""
+    """A model or a batch that cannot be computed on sequence shards."""
 
 
 def part_of_batch(

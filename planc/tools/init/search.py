@@ -37,7 +37,7 @@ _MOST = 60
 class Search:
     """The state of the search: of the proxy model its facts, builder (None if it cannot run), roles
     and run; the plan that is filled in; the rules of transformers, where these are `given`; and why
-    no hidden states can be parts of the sequence.
+    no hidden states can be sequence shards.
     """
 
     facts: Facts
@@ -123,7 +123,7 @@ class Search:
         if self.ran is not None and self.ran.flow.tokens is None:
             self.no_sequence = NO_TOKENS
         else:
-            self.no_sequence = self._clash(sink) or "no hidden states are parts of the sequence"
+            self.no_sequence = self._clash(sink) or "no hidden states are sequence shards"
 
     def cautious(self) -> None:
         """Splits only embeddings and heads: for a model that cannot be run."""
