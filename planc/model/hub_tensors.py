@@ -141,7 +141,7 @@ def _pieces(plain: Any, tensors: Mapping[str, Any]) -> dict[str, Assembled]:
     """The pieces of some tensors of a model."""
     hub, full = HubNames(plain), dict[str, Any]()
     for names in hub.converted_together([*tensors]):
-        full |= hub.stored({name: tensors[name] for name in names})
+        full |= hub.to_stored({name: tensors[name] for name in names})
     shapes = {name: tuple(tensor.shape) for name, tensor in full.items()}
     if shapes.keys() <= tensors.keys():
         return {name: unchanged(name, shape) for name, shape in shapes.items()}

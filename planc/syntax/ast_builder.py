@@ -104,7 +104,7 @@ class Builder(Transformer[Token, ast.File]):
         return ast.Setting(
             origin=self.span(meta),
             name=str(name),
-            name_origin=self.at(name),
+            name_origin=self.span_of(name),
             value=self.word(value) if isinstance(value, Token) else value,
         )
 

@@ -35,7 +35,7 @@ def _compiled(rule: Checkpoint, plan: Plan, sink: Sink) -> None:
     hooks that move activations to the CPU are not part of that graph.
     """
     for compiled in plan.compile:
-        if rule.modules.within(compiled.modules) or compiled.modules.within(rule.modules):
+        if rule.modules.is_within(compiled.modules) or compiled.modules.is_within(rule.modules):
             sink.error(
                 "PL473",
                 f"`{rule.modules}` cannot offload activations that `{compiled.modules}` compiles",

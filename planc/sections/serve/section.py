@@ -24,7 +24,7 @@ _PATH = re.compile(r"[\w.]*(\{[\w.,]*\}[\w.]*)*")
 def read(program: Program) -> tuple[Serving, ...]:
     """The engine that all serve sections together describe; later sizes replace earlier ones."""
     serving: Serving | None = None
-    for section in program.named("serve"):
+    for section in program.sections_named("serve"):
         engine = section.engine
         if engine is None:
             help = "write `serve vllm on tp = 4 {`"

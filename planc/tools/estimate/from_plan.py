@@ -435,7 +435,7 @@ class PlanWork:
 
     def _in_layers(self, holding: Holding, path: tuple[Segment, ...]) -> Holding | None:
         """The parameters of a holding in some layers of a list; None if it has none there."""
-        modules = holding.modules.inside(Modules(path, holding.modules.module))
+        modules = holding.modules.part_inside(Modules(path, holding.modules.module))
         if modules is None:
             return None
         owners = self.holdings.tied.owners(modules, holding.parameter.name)
