@@ -126,7 +126,7 @@ def _compiled_limits(rule: ExpertRule, plan: Plan, sink: Sink) -> None:
         inside = rule.modules.part_inside(compiled.modules)
         if inside is None:
             continue
-        checkpoint = next((c for c in plan.recomputed if inside.part_inside(c.modules)), None)
+        checkpoint = next((c for c in plan.checkpoint_rules if inside.part_inside(c.modules)), None)
         if not (checkpoint or compiled.fullgraph):
             continue
         message = f"{name} is compiled, where its rows are not known when it is computed again"

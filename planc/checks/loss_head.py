@@ -40,7 +40,7 @@ def _not_a_head(rule: LossRule, plan: Plan) -> tuple[str, *tuple[Label, ...]] | 
         if adapter.modules.overlap(rule.modules):
             label = Label(span=adapter.origin, text="adapted")
             return f"{name} is adapted, so its weight is not all that it computes", label
-    for checkpoint in plan.recomputed:
+    for checkpoint in plan.checkpoint_rules:
         if rule.modules.is_within(checkpoint.modules):
             label = Label(span=checkpoint.origin, text="checkpointed")
             return f"{name} is recomputed without labels in the backward pass", label

@@ -26,12 +26,12 @@ def pipeline(plan: Plan, facts: Facts, sink: Sink) -> None:
     ):
         label = Label(span=rule.origin, text="a pipeline")
         sink.error("PL567", what, Label(span=line), label, help=help)
-    if rule.op.splits and plan.recomputed:
+    if rule.op.splits and plan.checkpoint_rules:
         sink.warning(
             "PL569",
             f"{rule.op.schedule} computes the gradients of weights later, and torch recomputes a "
             "block for each of them and keeps most of it: memory is not saved",
-            Label(span=plan.recomputed[0].origin, text="checkpointed"),
+            Label(span=plan.checkpoint_rules[0].origin, text="checkpointed"),
             Label(span=rule.op.origin_of("schedule") or rule.op.origin),
             help="use another schedule, or no checkpoints",
         )

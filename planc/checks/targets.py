@@ -92,7 +92,7 @@ def uncalled_modules(plan: Plan, facts: Facts, sink: Sink) -> None:
 def _targets(plan: Plan) -> Iterator[tuple[Modules, str, Span]]:
     for rule in plan.tensor:
         yield rule.modules, "a style on", rule.origin
-    for target in plan.recomputed:
+    for target in plan.checkpoint_rules:
         yield target.modules, "checkpointing", target.origin
     for compiled in plan.compile:
         yield compiled.modules, "compiling", compiled.origin

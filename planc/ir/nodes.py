@@ -519,7 +519,7 @@ class Plan(Meaning):
     broken: frozenset[str] = frozenset()
 
     @property
-    def recomputed(self) -> tuple[Checkpoint, ...]:
+    def checkpoint_rules(self) -> tuple[Checkpoint, ...]:
         """The rules whose modules are computed again in the backward pass."""
         return checkpoints(rule for rules in self.sections.values() for rule in rules)
 

@@ -45,7 +45,7 @@ def layer_sends(op: Attend, step: Step) -> Iterator[Sent]:
 
 def _repeats(step: Step) -> Fraction:
     """The share of the blocks' forward passes that backward repeats for checkpoints."""
-    return Fraction(any(not op.save for op in step.lowered.recomputed))
+    return Fraction(any(not op.save for op in step.lowered.checkpoint_ops))
 
 
 def _both(step: Step) -> int | None:

@@ -104,7 +104,7 @@ def _repeats(op: Parallelize | DispatchExperts | LimitExperts, step: Step) -> Fr
 
     Early stopping ends before the last collective of a block, which nothing saves after.
     """
-    for one in step.lowered.recomputed:
+    for one in step.lowered.checkpoint_ops:
         if not one.save and op.modules.is_within(one.modules):
             stops = one.early_stop and isinstance(op, Parallelize) and _sums(op)
             stopped = stops and op.modules == _last(one.modules, step)

@@ -33,7 +33,7 @@ class Assembled:
     shape: Shape
 
 
-def unchanged(name: str, shape: Shape) -> Assembled:
+def whole_tensor(name: str, shape: Shape) -> Assembled:
     """A tensor that the files store as the model has it."""
     dims = tuple(range(len(shape)))
     piece = HubPiece(hub=name, start=(0,) * len(dims), size=shape, dims=dims)
@@ -42,7 +42,7 @@ def unchanged(name: str, shape: Shape) -> Assembled:
 
 def assemble(recipe: Recipe, shapes: Mapping[str, Shape]) -> Assembled | str:
     """The tensor that a recipe makes of tensors of these shapes, or the reason why it cannot."""
-    parts = [[unchanged(name, shapes[name]) for name in names] for names in recipe.parts]
+    parts = [[whole_tensor(name, shapes[name]) for name in names] for names in recipe.parts]
     for name, first, second in recipe.steps:
         match name:
             case "stack":

@@ -12,7 +12,7 @@ from typing import Any
 from planc.model import cache
 from planc.model.checkpoint_conversion import HubNames, recipes
 from planc.model.facts import Facts, Modules
-from planc.model.hub_pieces import Assembled, HubPiece, Shape, assemble, unchanged
+from planc.model.hub_pieces import Assembled, HubPiece, Shape, assemble, whole_tensor
 
 _FORMAT = 1
 
@@ -144,7 +144,7 @@ def _pieces(plain: Any, tensors: Mapping[str, Any]) -> dict[str, Assembled]:
         full |= hub.to_stored({name: tensors[name] for name in names})
     shapes = {name: tuple(tensor.shape) for name, tensor in full.items()}
     if shapes.keys() <= tensors.keys():
-        return {name: unchanged(name, shape) for name, shape in shapes.items()}
+        return {name: whole_tensor(name, shape) for name, shape in shapes.items()}
     made = dict[str, Assembled]()
     for name, recipe in recipes(plain, shapes, tensors).items():
         assembled = assemble(recipe, shapes)

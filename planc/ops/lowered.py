@@ -156,7 +156,7 @@ class Lowered(InNotebooks):
         return self.find_ops(Parallelize)
 
     @property
-    def recomputed(self) -> tuple[Checkpoint, ...]:
+    def checkpoint_ops(self) -> tuple[Checkpoint, ...]:
         """The operations whose modules are computed again in the backward pass."""
         return checkpoints(self.ops)
 

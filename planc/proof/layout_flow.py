@@ -444,7 +444,7 @@ def _sections(
     made = partial(SectionVerdict, verdict=run, by=by, reason=outcome.reason)
     for axis in lowered.split_axes(AxisRole.TENSOR):
         yield made(name=f"tensor on {axis}")
-    if lowered.recomputed:
+    if lowered.checkpoint_ops:
         section = made(name="checkpoint")
         if run == "refuted":
             wrong = "the plan is wrong, so this cannot be compared"

@@ -67,7 +67,7 @@ def report_draws(outcome: Outcome, small: Plan, facts: Facts, sink: Sink, *, str
     first = next((d for d in draws if d.error), (*draws, *outcome.discrepancies)[0])
     wrong = first.kind != "draws" or first.error > 0
     labels, help = list(rule_labels(first.subject, small)), _STATE
-    if lax := [c.origin for c in small.recomputed if not c.preserve_rng and not draws]:
+    if lax := [c.origin for c in small.checkpoint_rules if not c.preserve_rng and not draws]:
         labels = [Label(span=at, text="draws other numbers when it recomputes") for at in lax]
         help = "remove `preserve_rng = false`, which is for blocks without dropout"
     sink.report(

@@ -184,7 +184,7 @@ class _Question:
                         yield self._reason(what, self.name, op, NOWHERE)
 
     def _checkpoints(self) -> Iterator[Reason]:
-        for op in self.lowered.recomputed:
+        for op in self.lowered.checkpoint_ops:
             for text, target in op.decisions(self.question):
                 yield self._reason(text, target, op)
             if self.at.overlap(op.modules) is not None:

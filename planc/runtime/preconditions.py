@@ -332,7 +332,7 @@ def require_recomputable(model: nn.Module, lowered: Lowered, device: str) -> Non
 def _recomputed_attention(lowered: Lowered) -> Iterator[tuple[Checkpoint, Compile, str, str]]:
     """(checkpoint, compilation, names of both modules) where compiled attention is recomputed."""
     compiled = [(op, name) for op in lowered.find_ops(Compile) for name in op.modules.names()]
-    for op in lowered.recomputed if compiled else ():
+    for op in lowered.checkpoint_ops if compiled else ():
         if not any(_ON_CPU in saved.ops for saved in op.save):
             for name in op.modules.names():
                 for by, outer in compiled:

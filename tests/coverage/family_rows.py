@@ -288,7 +288,7 @@ def splits(compiled):
     for at in lists:
         for found in leaves(at):
             count = sum(p.numel for p in found.module.parameters) * len(found)
-            count -= sum(size(op) for op in parted if found.within(op.modules))
+            count -= sum(size(op) for op in parted if found.is_within(op.modules))
             rest[f"{found.path[-1]} ({found.module.cls})"] += max(count, 0)
     split = sum(size(op) for op in parted if any(op.modules.is_within(m) for m in lists))
     found = {"share": split / total}

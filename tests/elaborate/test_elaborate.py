@@ -122,7 +122,7 @@ def test_bytes_add_up():
 )
 def test_a_section_with_a_mistake_is_marked_so_that_nothing_judges_it(name, line):
     plan, *_ = elaborated(PLAN.replace("UNITS", "root : unit") + f"{name} {{\n    {line}\n}}\n")
-    assert plan.broken == {name} and not plan.recomputed
+    assert plan.broken == {name} and not plan.checkpoint_rules
 
 
 def test_a_folder_of_weights_does_not_hide_the_shipped_plan_of_its_name(home):

@@ -65,9 +65,9 @@ def compiled(config, text, *settings):
 def side_of(config, text, *settings):
     """What the ranks of an engine hold."""
     facts, done, sink = compiled(config, text, *settings)
-    assert not sink.failed, [*sink]
+    assert not sink.has_errors, [*sink]
     side = engine_side(serving_of(done.plan), facts, sink)
-    assert not sink.failed
+    assert not sink.has_errors
     return side
 
 

@@ -182,7 +182,7 @@ def guard(applied: Applied) -> ModelChanges:
         handle = model.register_forward_pre_hook(before, with_kwargs=True)
     if (tower := model.__dict__.get(TOWER)) is not None:
         tower.raised = different_kinds
-    if lowered.recomputed and "use_cache" in inspect.signature(model.forward).parameters:
+    if lowered.checkpoint_ops and "use_cache" in inspect.signature(model.forward).parameters:
         model.register_forward_pre_hook(_disable_cache, with_kwargs=True)
     if next(iter(applied.sequence_outputs()), None):
         model.register_forward_hook(_whole_states)

@@ -308,11 +308,12 @@ class PassComparison:
             warning(
                 "PL478",
                 f"the loss of training pass {self.trained - 1} is a mean over {least:g} to "
-                f"{most:g} tokens of each rank of {axis}: the mean of these is not that over all "
-                "tokens",
+                f"{most:g} values on each rank of {axis}: the mean of these is not the mean over "
+                "all ranks",
                 *labels,
-                help="divide the sum of the tokens' losses by `run.num_items_in_batch(*batches)`, "
-                "for all gradient accumulation steps",
+                help="divide the sum of the losses by `run.num_items_in_batch(*batches)`, for all "
+                "gradient accumulation steps; for a mean of other values than tokens, by their "
+                "number on all ranks over `run.data_size`",
             )
         return int(max(each.strayed for each in rows))
 

@@ -2,7 +2,8 @@
 
 A script may compute its loss from logits, with labels that planc does not see. The gradient of a
 cross entropy by the logits of a token is `weight * (softmax(logits) - one_hot(label))`, which shows
-the label of each token and its weight in the loss of the rank.
+the label of each token and its weight in the loss of the rank. The weights of other losses are read
+from their autograd graph (`loss_graph`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from planc.diagnostics.diagnostic import Label
+from planc.runtime.safeguards.loss_graph import await_loss, weights_of
 from planc.runtime.standalone.shards import whole_of
 
 _ENTRIES = 2**22
@@ -33,7 +35,8 @@ class LossRows:
     """The tokens that the loss of a pass counts on one rank.
 
     Args:
-        tokens: their number; -1 if the loss is not known to be a cross entropy.
+        tokens: their number, or that of the values that another loss averages; -1 if it is not
+            known.
         weight: the mean weight of one of them.
         strayed: how many of this rank's tokens have another label than that of the next token.
     """
@@ -57,13 +60,22 @@ class LossRowsOfPass:
         known = labels is not None and labels.shape == logits.shape[:-1]
         self._labels = labels if known else None
         self._logits: Tensor | None = logits.detach()  # a hook of its own tensor would be a cycle
+        self._weights: tuple[float, float] | None = None
+        await_loss(self._observe)
         logits.register_hook(self._measure)
+
+    def _observe(self, outputs: Sequence[Any]) -> None:
+        """Reads the graph of the loss, which the backward pass frees."""
+        self._weights = weights_of(outputs)
 
     def _measure(self, gradient: Tensor) -> None:
         logits, self._logits = self._logits, None
         if logits is not None:
             with torch.no_grad():
                 self._found = measure_rows(whole_of(logits), whole_of(gradient), self._labels)
+                if self._weights is not None:
+                    other = self._found.new_tensor([*self._weights, 0.0])
+                    self._found = torch.where(self._found[0] < 0, other, self._found)
 
     def as_bits(self, device: str) -> Tensor:
         """The three numbers of `LossRows` as the bits of int64, which ranks exchange."""

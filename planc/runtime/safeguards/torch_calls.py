@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from planc.runtime.preconditions import stop
+from planc.runtime.safeguards.loss_graph import observe_backward
 from planc.runtime.safeguards.stage_gradients import end_observation
 from planc.runtime.script_line import script_line
 from planc.runtime.script_optimizers import require_uncoupled
@@ -37,7 +38,7 @@ def cover(model: nn.Module) -> None:
 @functools.cache
 def _replace_functions() -> None:
     torch.autograd._engine_run_backward = _refusing(
-        torch.autograd._engine_run_backward, _require_no_shards
+        torch.autograd._engine_run_backward, _before_backward
     )
     clip_grad._get_total_norm = _total_norm(clip_grad._get_total_norm)
     clip_grad._clip_grads_with_norm_ = _scaling(clip_grad._clip_grads_with_norm_)
@@ -54,6 +55,11 @@ def _refusing(function: Callable[..., Any], require: Callable[..., None]) -> Cal
         return function(*args, **kwargs)
 
     return call
+
+
+def _before_backward(outputs: Any, *args: Any, **kwargs: Any) -> None:
+    _require_no_shards(outputs, *args, **kwargs)
+    observe_backward(outputs)
 
 
 def _require_no_shards(

@@ -11,9 +11,9 @@ from planc.ops.activation_checkpoint import Checkpoint
 def check(plan: Plan, facts: Facts, sink: Sink) -> None:
     """Reports what a recomputation cannot do, or does differently than the forward pass."""
     help = "keep one of the two, or exclude entries with `override ... : none`"
-    report_nested(plan.recomputed, "PL430", "checkpointed", help, sink)
+    report_nested(plan.checkpoint_rules, "PL430", "checkpointed", help, sink)
     fields = drawing_fields(plan, facts)
-    for rule in plan.recomputed:
+    for rule in plan.checkpoint_rules:
         if not rule.modules.path:
             message = "the model itself cannot be checkpointed: it has no parent module"
             help = "name its blocks, as in `model.layers.* : full`"

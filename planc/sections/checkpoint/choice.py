@@ -166,7 +166,7 @@ class BudgetLine:
     def of_plan(cls, plan: Plan) -> Iterator[BudgetLine]:
         """The lines of a plan, before or after the calls are chosen."""
         lines: dict[Span, list[Budget]] = {}
-        for rule in (*plan.replaced, *plan.recomputed):
+        for rule in (*plan.replaced, *plan.checkpoint_rules):
             if isinstance(rule, Budget):
                 lines.setdefault(rule.origin, []).append(rule)
         return (cls(tuple(rules)) for rules in lines.values())
@@ -206,13 +206,13 @@ def choose_rules(
         applied: the plan and the model with them.
     """
     own, facts = applied
-    budgets = tuple(rule for rule in own.recomputed if isinstance(rule, Budget))
+    budgets = tuple(rule for rule in own.checkpoint_rules if isinstance(rule, Budget))
     if not budgets:
         return plan, applied
     lines = BudgetLine.of_plan(own)
     shares = (share for line in lines for share in _shares(line, own, facts, sink))
     chosen = _join_rules(rule for share in shares for rule in _rules(share))
-    rules = (*(r for r in own.recomputed if not isinstance(r, Budget)), *chosen)
+    rules = (*(r for r in own.checkpoint_rules if not isinstance(r, Budget)), *chosen)
     plan, own = (replace(p.with_recomputed(rules), replaced=budgets) for p in (plan, own))
     return plan, (own, facts)
 

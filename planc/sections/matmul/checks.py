@@ -200,7 +200,7 @@ def _gathered(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
         message = "{}: one all-reduce has the scales of all weights, and others are split otherwise"
         labels = (Label(span=other.origin, text="over other axes"),)
         help = "gather only what is split over the same axes"
-    elif other := next(_beside(op, plan), None):
+    elif other := next(_other_recipes(op, plan), None):
         message = "{}: FSDP gathers a unit in one recipe"
         labels = (Label(span=other.origin, text="another recipe in the same unit"),)
         help = "give both the same rule, or `unit`s of their own"
@@ -224,7 +224,7 @@ def _axes(op: LowPrecision, plan: Plan) -> Iterator[tuple[object, ...]]:
         yield frozenset(rule.axis for rule in rules), unit and plan.fsdp.axes(unit)
 
 
-def _beside(op: LowPrecision, plan: Plan) -> Iterator[LowPrecision]:
+def _other_recipes(op: LowPrecision, plan: Plan) -> Iterator[LowPrecision]:
     """The operations with another recipe in a unit of these modules."""
     unit = unit_of(plan, op.modules)
     for other in plan.sections["matmul"] if unit is not None else ():

@@ -58,7 +58,7 @@ def _tensor_across_nodes(found: Answer, sink: Sink) -> None:
 
 def _needless_checkpoints(found: Answer, sink: Sink) -> None:
     """Reports PL715 if the step fits without recomputation and is faster."""
-    if not found.plan.recomputed:
+    if not found.plan.checkpoint_rules:
         return
     kept = found.work.map_layers(lambda layer, _: replace(layer, recompute=Recompute.NONE))
     other = estimate(kept, found.hardware, found.stack)
@@ -67,7 +67,7 @@ def _needless_checkpoints(found: Answer, sink: Sink) -> None:
         sink.warning(
             "PL715",
             f"checkpointing costs {less:.0%} of the time, and the memory for what it drops is free",
-            found.plan.recomputed[0].origin,
+            found.plan.checkpoint_rules[0].origin,
             facts=(
                 f"without it {other.fullest.peak / GIB:.1f} of the usable "
                 f"{other.usable / GIB:.1f} GiB, {other.time.seconds:.3f} s a step",
@@ -98,7 +98,7 @@ def _float32_gathers(found: Answer, sink: Sink) -> None:
 def _slow_offload(found: Answer, sink: Sink) -> None:
     """Reports copies to the host, and an optimizer there, that take much of the step."""
     work, plan = found.work, found.plan
-    lines = [rule.origin for rule in plan.recomputed if rule.hosts]
+    lines = [rule.origin for rule in plan.checkpoint_rules if rule.hosts]
     lines += [rule.origin for rule in plan.optimizer if rule.op.offload]
     if plan.fsdp and plan.fsdp.offload:
         lines.insert(0, plan.fsdp.offload.origin)

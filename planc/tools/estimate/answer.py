@@ -181,7 +181,7 @@ def lines(plan: Plan) -> dict[str, Span]:
     wide = {axis.role: axis.origin for axis in reversed(plan.mesh.axes) if axis.size > 1}
     section = plan.fsdp
     offload = section.offload.origin if section and section.offload else None
-    parked = (rule.origin for rule in plan.recomputed if rule.hosts)
+    parked = (rule.origin for rule in plan.checkpoint_rules if rule.hosts)
     stages = plan.pipeline.op.origin if plan.pipeline else None
     found = {
         "tensor_collectives": wide.get(AxisRole.TENSOR),

@@ -258,7 +258,7 @@ class PlanWork:
 
     def _calls(self) -> Mapping[str, CallTable]:
         budgets = tuple(rule.modules for rule in self.plan.replaced)
-        stated = (rule for rule in self.plan.recomputed if any(s.calls for s in rule.save))
+        stated = (rule for rule in self.plan.checkpoint_rules if any(s.calls for s in rule.save))
         others = (m for rule in stated for m in rule.modules.parts_outside(budgets))
         modules = (*budgets, *others)
         try:
@@ -418,7 +418,7 @@ class PlanWork:
         """The layers of a part under each checkpoint rule, with products in the same formats."""
         found: dict[tuple[object, ...], list[str]] = {}
         for name in part.like:
-            own = (i for i, rule in enumerate(self.plan.recomputed) if rule.modules.has(name))
+            own = (i for i, rule in enumerate(self.plan.checkpoint_rules) if rule.modules.has(name))
             low = ((below(modules, name), one) for modules, one in formats(self.plan))
             rounded = frozenset((at, one) for at, one in low if at)
             found.setdefault((*own, rounded), []).append(name)
@@ -540,7 +540,7 @@ class PlanWork:
 
     def _checkpoint(self, name: str) -> Checkpoint | None:
         """The rule that checkpoints a layer."""
-        found = (r for r in self.plan.recomputed if r.modules.has(name))
+        found = (r for r in self.plan.checkpoint_rules if r.modules.has(name))
         return next(found, None) if name else None
 
 

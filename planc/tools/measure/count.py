@@ -225,7 +225,7 @@ def _not_run(plan: Plan, lowered: Lowered, device: str) -> Iterator[tuple[str, l
     yield compiled, [op.origin for op in plan.compile]
     for reasons in _UNMEASURED.find_all(plan.sections):
         yield from reasons(plan)
-    parked = [rule.origin for rule in plan.recomputed if rule.hosts]
+    parked = [rule.origin for rule in plan.checkpoint_rules if rule.hosts]
     shards = [section.offload.origin] if section and section.offload else []
     yield "what is offloaded is not on the device", [*shards, *parked]
     quantized = [op.origin for op in lowered.ops if op.READS_VALUES]

@@ -269,7 +269,7 @@ class Space:
         return bool(on and self._rules())
 
     def _rules(self) -> tuple[Checkpoint, ...]:
-        return tuple(rule for rule in self.plan.recomputed if not rule.save)
+        return tuple(rule for rule in self.plan.checkpoint_rules if not rule.save)
 
     def _lists(self) -> Iterator[Unit]:
         """Units of the entries of a list that are resharded after forward."""
@@ -282,7 +282,7 @@ class Space:
         options = dict(choice.options)
         way = f"save {choice.save}" if choice.save else "full"
         way = choice.action if choice.budget else way
-        known = RECOMPUTE.word in self.plan.options or self.plan.recomputed
+        known = RECOMPUTE.word in self.plan.options or self.plan.checkpoint_rules
         on = options.pop(RECOMPUTE.word, self.fixed.get(RECOMPUTE.word, True))
         words = [f"checkpoint {way if on else 'none'}"] if known else []
         changed = {n: v for n, v in options.items() if v != self.defaults[n]}

@@ -197,7 +197,7 @@ def _origin(name: str, plan: Plan) -> Span | None:
         return plan.fsdp.origin if plan.fsdp else None
     _, _, where = name.partition(" of ")
     units = plan.fsdp.units if plan.fsdp else ()
-    rules = (*((r.modules, r.origin) for r in plan.recomputed), *_members(units))
+    rules = (*((r.modules, r.origin) for r in plan.checkpoint_rules), *_members(units))
     return next((at for those, at in rules if generic(those.first_name) == where), None)
 
 

@@ -41,7 +41,7 @@ def test_rules_are_those_of_the_engine(engine):
         sink = Sink()
         sets = ["tp=2", "dtype=bf16"]
         done = compile_plan(model, f"serve/{engine}.plan", sink, settings=sets)
-        assert not sink.failed, (model, [*sink])
+        assert not sink.has_errors, (model, [*sink])
         seen.add(done.facts.family)
         layout = _EngineLayout(serving_of(done.plan), done.facts, sink)
         read = READ[engine][done.facts.family]
@@ -74,4 +74,4 @@ def test_a_plan_that_extends_a_page_states_sizes(tmp_path):
     text = 'plan mine for llama\n\nextend "serve/vllm.plan"\n\nserve vllm on tp = 8 {\n}\n'
     plan.write_text(text)
     done = compile_plan("llama-3.1-8b", str(plan), sink := Sink())
-    assert not sink.failed and serving_of(done.plan).tp == 8
+    assert not sink.has_errors and serving_of(done.plan).tp == 8
