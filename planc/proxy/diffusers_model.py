@@ -47,8 +47,8 @@ def shrink(config: DiffusersFields, *, tp: int, layers: int) -> dict[str, Any]:
     """A small configuration of the class of resolved fields: heads and widths divide by `tp`, and
     each list of blocks has `layers`.
     """
-    small = dict(config)
-    for name, most in (*_LIMITS.items(), *((name, layers) for name in _DEPTHS)):
+    small = shallow(config, layers=layers)
+    for name, most in _LIMITS.items():
         if isinstance(small.get(name), int):
             small[name] = min(small[name], most)
     heads = config["num_attention_heads"]
@@ -65,12 +65,21 @@ def shrink(config: DiffusersFields, *, tp: int, layers: int) -> dict[str, Any]:
             small[name] = [4, 6, 6]
     if isinstance(config.get("caption_projection_dim"), int):
         small["caption_projection_dim"] = width
-    if dual := config.get("dual_attention_layers"):  # a block of each kind, and the last one
-        small["dual_attention_layers"] = [i for i in range(layers // 2) if i in dual]
-        small["num_layers"] = min(config["num_layers"], max(layers, 3))
     if isinstance(config.get("pos_embed_seq_len"), int):
         small["pos_embed_seq_len"] = 2 * _IMAGE
     return small
+
+
+def shallow(config: DiffusersFields, *, layers: int) -> dict[str, Any]:
+    """The configuration with `layers` blocks in each list, and a block of each kind."""
+    made = dict(config)
+    for name in _DEPTHS:
+        if isinstance(made.get(name), int):
+            made[name] = min(made[name], layers)
+    if dual := config.get("dual_attention_layers"):  # a block of each kind, and the last one
+        made["dual_attention_layers"] = [i for i in range(layers // 2) if i in dual]
+        made["num_layers"] = min(config["num_layers"], max(layers, 3))
+    return made
 
 
 class _RandomInputs:
@@ -176,14 +185,16 @@ _INPUTS: dict[str, Callable[[DiffusersFields, _RandomInputs], Inputs]] = {
 
 
 class DiffusersBuilder:
-    """Builds the same small diffusers model several times, with the interface of a model with a
-    loss: the mean squared error between its output and `target`.
+    """Builds the same diffusers model several times, with the interface of a model with a loss: the
+    mean squared error between its output and `target`.
 
     Raises PlanError (no diffusers, or no such class), and ValueError if its inputs are unknown.
     """
 
     choice = InputChoice()
     """All inputs of the forward are made by `sample`."""
+    token_multiple = 8
+    """The number that divides the image tokens of a row."""
 
     def __init__(self, values: DiffusersFields) -> None:
         sink = Sink()
@@ -200,17 +211,28 @@ class DiffusersBuilder:
         with quiet(), isolate():
             made: nn.Module = build(self._kind, self._values)
         spread_weights(made, seed + 1)
-        for module in made.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-        target: list[Any] = []
-        made.register_forward_pre_hook(_take_target(target), with_kwargs=True)
-        made.register_forward_hook(_compute_loss(target))
-        return made.float().train()
+        return _prepare(made).float().train()
+
+    def build_on_meta(self) -> nn.Module:
+        """The model without memory, otherwise as `build` gives it."""
+        with quiet(), isolate(), torch.device("meta"):
+            made: nn.Module = build(self._kind, self._values)
+        return _prepare(made.to("meta")).train()
 
     def sample(self, shape: BatchShape | None = None) -> Inputs:
         """Random inputs of the forward and a `target`, rows first; image tokens in eights."""
         return _INPUTS[self._values[CLASS]](self._values, _RandomInputs(shape or BatchShape()))
+
+
+def _prepare(made: nn.Module) -> nn.Module:
+    """The model with a loss, in place, without dropout."""
+    for module in made.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    target: list[Any] = []
+    made.register_forward_pre_hook(_take_target(target), with_kwargs=True)
+    made.register_forward_hook(_compute_loss(target))
+    return made
 
 
 def _take_target(target: list[Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:

@@ -68,8 +68,8 @@ def shallow_values(facts: Facts, variants: Mapping[int, list[str]]) -> Shrunk | 
     """The configuration of a model with one layer of each kind at its real size, or the reason why
     there is none; arguments as of `shrink`.
     """
-    if not buildable(facts.config) or is_diffusers(facts.config):
-        return f"{facts.name} has no configuration of transformers"
+    if not buildable(facts.config):
+        return f"{facts.name} has no configuration of transformers or diffusers"
     depth = Depth(1, block_kinds(facts), variants)
 
     def shallow(config: Fields) -> dict[str, Any]:
@@ -80,7 +80,13 @@ def shallow_values(facts: Facts, variants: Mapping[int, list[str]]) -> Shrunk | 
         _without_last_stages(config, small)
         return small
 
-    values = json.loads(json.dumps(shallow(facts.config), default=str))
+    if is_diffusers(facts.config):
+        from planc.proxy import diffusers_model
+
+        made = diffusers_model.shallow(facts.config, layers=2)
+    else:
+        made = shallow(facts.config)
+    values = json.loads(json.dumps(made, default=str))
     return Shrunk(values={**values, "architectures": [facts.name]}, kept=depth.kept)
 
 

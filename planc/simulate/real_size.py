@@ -14,6 +14,7 @@ from planc.diagnostics.diagnostic import PlanError, first_line
 from planc.model.sources.huggingface import one_sequence_a_row, quiet, uncounted_images
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
+from planc.proxy.diffusers_model import DiffusersBuilder
 from planc.proxy.fakes import fake_inputs
 from planc.proxy.input_search import BatchShape
 from planc.proxy.sample_inputs import Inputs
@@ -33,7 +34,7 @@ LENGTHS = (2, 32)
 short row may be shorter than a convolution or a block of attention."""
 
 
-Builder = TransformersBuilder | UserModelBuilder
+Builder = TransformersBuilder | DiffusersBuilder | UserModelBuilder
 
 
 @quiet()
@@ -71,7 +72,9 @@ def _inputs(builder: Builder, lowered: Lowered, length: int) -> Inputs:
         Exception: the model does not accept rows of this length.
     """
     split = math.prod(a.size for a in lowered.axes if a.name not in lowered.data)
-    multiples = (op.token_multiple for op in lowered.ops)
+    multiples = [op.token_multiple for op in lowered.ops]
+    if isinstance(builder, DiffusersBuilder):
+        multiples.append(builder.token_multiple)
     shape = BatchShape(rows=ROWS, length=math.lcm(length * split, *multiples))
     if isinstance(builder, TransformersBuilder):
         with one_sequence_a_row(), uncounted_images(), _fake_tensors():

@@ -42,6 +42,8 @@ INDIVISIBLE = [
     ),
     slow("deepseek-v3", "deepseek_v3", {}, 256, "model.layers.0.self_attn"),
     slow("deepseek-v3.2", "deepseek_v3", {}, 256, "model.layers.0.self_attn"),
+    slow("glm-5", "deepseek_v3", {}, 128, "model.layers.0.self_attn"),
+    slow("kimi-linear-48b-a3b", "kimi_linear", {}, 64, "model.layers.2.self_attn"),
 ]
 
 
@@ -137,6 +139,33 @@ def test_the_outcome_is_cached(tmp_path, monkeypatch):
     monkeypatch.delattr(run, "run_at_real_size")
     case = real_size._real_case(compiled_of("llama-3.2-1b", "llama", ["tp=4"], 64))
     assert real_size._outcome(case).verdict == "proved"
+
+
+WHOLE_NORMS = """plan own for WanTransformer3DModel
+
+mesh {
+    tp = 2
+}
+
+tensor on tp {
+    blocks.*.attn1.{to_q,to_k,to_v} : colwise
+    blocks.*.attn1.to_out[0]        : rowwise
+}
+"""
+
+
+@pytest.mark.parametrize(("plan", "verdict"), [("wan", "proved"), (WHOLE_NORMS, "refuted")])
+@pytest.mark.slow
+def test_a_model_of_diffusers_runs_at_its_real_size(plan, verdict, tmp_path, monkeypatch):
+    monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
+    path = tmp_path / "own.plan"
+    path.write_text(plan)
+    name, settings = (plan, ["tp=2"]) if verdict == "proved" else (str(path), [])
+    outcome = at_real_size("wan2.1-t2v-14b", name, settings, 2, tmp_path)
+    assert outcome.verdict == verdict, outcome
+    assert [crash.subject for crash in outcome.discrepancies] == (
+        [] if verdict == "proved" else ["blocks.0.attn1.norm_q"]
+    )
 
 
 def test_what_reads_values_is_not_checked(tmp_path):
