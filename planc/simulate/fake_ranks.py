@@ -20,7 +20,11 @@ from torch import Tensor, distributed, nn
 
 from planc.compat.fakes import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from planc.compat.trees import tree_leaves
-from planc.model.sources.huggingface import one_sequence_a_row, uncounted_images
+from planc.model.sources.huggingface import (
+    merged_windows,
+    one_sequence_a_row,
+    uncounted_images,
+)
 from planc.runtime import training_step
 from planc.runtime.run import Run
 from planc.runtime.standalone import context as of_context
@@ -109,6 +113,7 @@ def isolate_rank(run: Run, form: Sequence[Any] | None, *, values: bool = False) 
             run.steps.counts = run.steps.settled = True
             stack.enter_context(one_sequence_a_row())
             stack.enter_context(uncounted_images())
+            stack.enter_context(merged_windows())
         if context is not None and not values:
             plain = context.batch
             stack.enter_context(mock.patch.object(context, "batch", partial(_part, plain)))

@@ -400,3 +400,31 @@ def uncounted_images() -> contextlib.AbstractContextManager[Any]:
     placeholder tokens, which fake tensors do not have.
     """
     return mock.patch.dict("os.environ", {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"})
+
+
+def merged_windows() -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which transformers' vision encoders call sdpa attention for two parts of
+    the patches instead of each window or image.
+
+    The tensors of all parts together have the same bytes, whatever the number of parts, so this is
+    for fake tensors: one call of each window of a large image takes minutes.
+    """
+    import torch
+
+    split = torch.split
+
+    def merged(tensor: Any, sizes: Any, dim: int = 0) -> Any:
+        if isinstance(sizes, list) and len(sizes) > 2 and dim == 2 and _in_sdpa(sys._getframe(1)):
+            sizes = [sizes[0], sum(sizes[1:])]
+        return split(tensor, sizes, dim=dim)
+
+    return mock.patch.object(torch, "split", merged)
+
+
+def _in_sdpa(frame: Any) -> bool:
+    """Whether a module of transformers with sdpa attention calls here, or in a comprehension."""
+    for caller in (frame, frame.f_back):
+        module = caller.f_locals.get("self")
+        if module is not None and caller.f_globals["__name__"].startswith("transformers."):
+            return getattr(getattr(module, "config", None), "_attn_implementation", "") == "sdpa"
+    return False

@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from statistics import median
 
@@ -13,11 +14,14 @@ from families import FAMILIES
 from gloo_combinations import COMBINATIONS, MODELS
 from helpers import slow
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionAttention
 
 import planc
 from planc.compiler import compile_plan
 from planc.diagnostics.diagnostic import Sink
 from planc.model.load import load_values
+from planc.model.sources.huggingface import merged_windows
 from planc.simulate.rank_job import RankRunner, RankStep
 from planc.tools.estimate.answer import Request, answer
 from planc.tools.estimate.from_plan import Batch
@@ -196,6 +200,40 @@ def test_images_of_any_size():
     one, two = held(1, 4 * side, 4 * side), held(2, 4 * side, 4 * side)
     assert held(1, 4 * side, 8 * side) == pytest.approx(two, rel=1e-2)
     assert two > one > held(0)
+
+
+class EachWindow(RankRunner):
+    MODULE = "ranks_of_each_window"
+
+
+def test_windows_of_an_image_have_the_bytes_of_two_parts():
+    facts = load_values(FAMILIES["qwen2_5_vl"], "qwen2_5_vl", Sink())
+    grids = compile_plan(facts, "qwen2_5_vl", Sink(), world_size=4, settings=["recompute=false"])
+    side = grid_step(facts.config)
+    step = replace(STEP, images=1, image_size=(6 * side, 4 * side))
+    [merged] = count(grids, step)
+    with EachWindow() as runner:
+        [each] = count(grids, step, runner)
+    assert merged.moments == each.moments
+    assert merged.peak == pytest.approx(each.peak, rel=KERNELS)
+
+
+def test_an_attention_of_windows_is_called_twice(monkeypatch):
+    calls, attention = [], torch.nn.functional.scaled_dot_product_attention
+
+    def count_calls(*args, **kwargs):
+        calls.append(args[0].shape[2])
+        return attention(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", count_calls)
+    config = Qwen2_5_VLVisionConfig(hidden_size=32, num_heads=4, attn_implementation="sdpa")
+    layer = Qwen2_5_VLVisionAttention(config)
+    ends, turns = torch.tensor([0, 4, 8, 12, 14]), torch.ones(14, 8)
+    for context, lengths in ((merged_windows(), [4, 10]), (nullcontext(), [4, 4, 4, 2])):
+        with context:
+            output = layer(torch.ones(14, 32), ends, (turns, turns))
+        assert output.shape == (14, 32) and calls == lengths
+        calls.clear()
 
 
 def test_images_of_unknown_sizes():
