@@ -1,7 +1,8 @@
 """`make matrix`: the tests on each set of versions that planc is tested with, and a page of them.
 
-A row's environment is in build/matrix/NAME, made from constraints/NAME.txt. What a run counted is
-kept in docs/generated/rows.json, from which docs/generated/rows.md is written.
+A row's environment is in build/matrix/NAME, made from constraints/NAME.txt; one of core tests with
+the installed torch has what differs, and the rest from the environment of this program. What a run
+counted is kept in docs/generated/rows.json, from which docs/generated/rows.md is written.
 
     python tests/compat/matrix.py run torch-2.13-transformers-5.24
     python tests/compat/matrix.py page
@@ -14,10 +15,12 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import time
 import venv
 from dataclasses import dataclass
 from datetime import date
+from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -77,6 +80,9 @@ def environment(row):
     """The Python of a row's environment, which is made if it is not there."""
     folder = ROOT / "build" / "matrix" / row.name
     python = folder / "bin" / "python"
+    if not (folder / ".ready").exists() and borrows(row):
+        borrow(row, folder)
+        (folder / ".ready").touch()
     if not (folder / ".ready").exists():
         venv.create(folder, with_pip=True, clear=True)
         pins = ["--quiet", "--constraint", constraints_file(row)]
@@ -87,6 +93,27 @@ def environment(row):
             subprocess.run([python, "-m", "pip", "install", *pins, *what], check=True)
         (folder / ".ready").touch()
     return python
+
+
+def borrows(row):
+    """Whether a row has the installed torch, and no test that starts an installed script."""
+    return row.tests == "core" and row in ROWS and row.torch == release("torch")
+
+
+def borrow(row, folder):
+    """Makes an environment with the packages of this one, but for those of the row."""
+    venv.create(folder, clear=True)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    other = [f"{name}=={pin}" for name, pin in row.pins.items() if release(name) != pin]
+    if other:
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        subprocess.run([*pip, "--target", site, *other], check=True)
+    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+
+def release(package):
+    """The installed version of a package, without the build."""
+    return metadata.version(package).partition("+")[0]
 
 
 def run(row, python, tests):

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import subprocess
 import tomllib
 
 import matrix
@@ -47,6 +48,24 @@ def test_constraints_of_a_row_are_written(row):
     text = matrix.constraints_file(row).read_text()
     assert text == matrix.constraints_text(row)
     assert all(f"\n{name}=={version}\n" in text for name, version in row.pins.items())
+
+
+def test_an_environment_of_core_tests_borrows_what_does_not_differ(tmp_path, monkeypatch):
+    installed = {name: matrix.release(name) for name in rows.LIBRARIES}
+    row = rows.TestedVersions(**installed, others={"pytest": "0.0.1"})
+    monkeypatch.setattr(matrix, "ROWS", (row,))
+    asked = []
+    monkeypatch.setattr(matrix.subprocess, "run", lambda words, **_: asked.append(words))
+    assert matrix.borrows(row)
+    matrix.borrow(row, tmp_path / "row")
+    [words] = asked
+    assert words[-1] == "pytest==0.0.1" and "--no-deps" in words
+    monkeypatch.undo()
+    code = "import sys, torch; print(torch.__file__); print(sys.prefix)"
+    python = tmp_path / "row" / "bin" / "python"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [torch.__file__, str(tmp_path / "row")]
+    assert not matrix.borrows(rows.TestedVersions(torch="2.99.0", transformers="5.23.0"))
 
 
 def test_the_newest_versions_are_free():
