@@ -13,8 +13,9 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache as once
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +36,9 @@ PACK = "pack"
 MADE_WITH = "made-with.json"
 """The file, in that folder, with the versions of the machine that packed."""
 _VERSIONS = ("python", "torch", "transformers", "diffusers")
+OTHERS = ("peft", "bitsandbytes", "torchao")
+"""The libraries that a proof runs where the operations of a plan require them."""
+_BUILD = re.compile(r"\+(cpu|xpu|cu\d+|rocm[\d.]+)$")
 INSTALL = "`pip install planc`, into the environment of this planc, installs what is missing"
 UNPACK = f"{INSTALL}; or `planc cache unpack` a pack of an install that has checked it"
 
@@ -130,7 +134,7 @@ def entry_name(
         config: the configuration of the model that it is about, if there is one.
         sources: the digest of the sources of planc that decide it.
     """
-    of = {name: version(name) for name in _VERSIONS[:3]}
+    of = key_versions()
     if config is not None:
         extra = [f"diffusers {version('diffusers')}"] if is_diffusers(config) else []
         parts = (*parts, json.dumps(config, sort_keys=True), *extra)
@@ -143,6 +147,24 @@ def entry_name(
 def environment() -> dict[str, str]:
     """The versions that every entry depends on, and that of diffusers, which some depend on."""
     return {name: version(name) for name in _VERSIONS}
+
+
+def key_versions() -> dict[str, str]:
+    """The versions in every key, without the build: `2.13.0` of `2.13.0+cpu` and `2.13.0+cu130`.
+
+    Proofs run on the CPU, where the builds of one release compute the same.
+    """
+    return without_builds(environment())
+
+
+def without_builds(versions: Mapping[str, str]) -> dict[str, str]:
+    """The versions that every key depends on, of those of a machine."""
+    return {name: _BUILD.sub("", versions[name]) for name in _VERSIONS[:3]}
+
+
+def package_versions(packages: Iterable[str]) -> str:
+    """` peft 0.18.0`: the versions of other libraries that a plan uses, for a key."""
+    return "".join(f" {name} {version(name)}" for name in sorted(packages))
 
 
 def version(package: str) -> str:

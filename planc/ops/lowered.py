@@ -183,6 +183,11 @@ class Lowered(InNotebooks):
         return tuple(dict.fromkeys(op.SECTION for op in self.ops if op.SECTION))
 
     @property
+    def packages(self) -> set[str]:
+        """The libraries, in addition to torch and the model's, that its operations require."""
+        return {r.distribution for op in self.ops for r in op.requirements}
+
+    @property
     def parameters(self) -> int:
         """Bytes of parameters that one rank holds at rest, the maximum over stages."""
         return max(stage.parameters for stage in self.stages)

@@ -47,7 +47,8 @@ def known_certificate(compiled: Compiled, sink: Sink) -> Certificate | None:
         return None
     if not certificate.keepable(compiled.facts, compiled.lowered):
         return None
-    found = certificate.stored_certificate(compiled.digest, certificate.identity(compiled.facts))
+    identity = certificate.identity(compiled.facts)
+    found = certificate.stored_certificate(compiled.digest, identity, compiled.lowered.packages)
     if found and found["verdict"] == "refuted":
         places = (found.get("first") or {}).get("places", ())
         help = "`planc verify` found this; run it again"

@@ -25,9 +25,7 @@ def judge(
     run = trial_part(lowered, tensor=quick, draws=draws, section=section)
     part = digest(replace(run, plan=""))
     kind = f"flow {_FORMAT} {quick} {draws}"
-    separate = (op for op in run.ops if section and section == op.SECTION)
-    packages = {r.distribution for op in separate for r in op.requirements}
-    kind += "".join(f" {name} {cache.version(name)}" for name in sorted(packages))
+    kind += cache.package_versions(run.packages)
     key = cache.entry_name(kind, part, config=model.values, sources=source_digest())
     user_code = bool(model.of_the_user or lowered.code)  # can change while its name stays the same
     kept = None if user_code else outcome_of(cache.recall(key))

@@ -59,8 +59,8 @@ class Pack:
 
 def collect_pack() -> Pack:
     """The cache entries for the installed versions; without torch, those of the unpacked pack."""
-    of, sources = cache.environment(), source_digest()
-    wanted = {name: of[name] for name in ("python", "torch", "transformers")}
+    others = {n: v for n in cache.OTHERS if (v := cache.version(n)) != "none"}
+    of, sources, wanted = cache.environment() | others, source_digest(), cache.key_versions()
     entries, certificates = {}, {}
     for key, about, data in cache.entries():
         current = wanted.items() <= about.items() and about["sources"] in ("", sources)
@@ -199,7 +199,8 @@ def install(pack: Pack) -> None:
     new.mkdir()
     try:
         for key, entry in pack.document["entries"].items():
-            about = {**made_with, "kind": entry["kind"], "sources": entry["sources"]}
+            keys = cache.without_builds(made_with)
+            about = {**made_with, **keys, "kind": entry["kind"], "sources": entry["sources"]}
             text = cache.entry_text(key, about, entry["data"])
             (new / f"{key}.json").write_text(text, encoding="utf-8")
         for key, found in pack.document["certificates"].items():

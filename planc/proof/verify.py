@@ -206,7 +206,8 @@ def _run(case: _Case, server: ForkServer, sink: Sink, timeout: float) -> Proof:
     certificate = _certificate(case, verdict, reason, compared, places)
     kept = store.keepable(case.facts, case.lowered) and not case.precision
     if verdict != "unknown" and kept:
-        key = store.key_of(certificate["lowered"], store.identity(case.facts))
+        identity = store.identity(case.facts)
+        key = store.key_of(certificate["lowered"], identity, case.lowered.packages)
         store.keep(certificate, key)
         _remember(case, certificate, findings)
     return Proof(verdict=verdict, certificate=certificate)

@@ -65,10 +65,16 @@ FORMAT_VERSION = 1
 Certificate = dict[str, Any]
 
 
-def key_of(lowered: str, config: Mapping[str, Any]) -> str:
-    """The key of a certificate, by the digest of a lowered plan and the original configuration."""
+def key_of(lowered: str, config: Mapping[str, Any], packages: Iterable[str] = ()) -> str:
+    """The key of a certificate.
+
+    Args:
+        lowered: the digest of a lowered plan.
+        config: the original configuration of the model.
+        packages: the other libraries that the plan uses.
+    """
     fields = {"certificate": FORMAT_VERSION, "planc": source_digest(), "lowered": lowered}
-    text = json.dumps(fields)
+    text = json.dumps(fields) + cache.package_versions(packages)
     return hashlib.sha256(f"{text}\n{cache.key_of(dict(config))}".encode()).hexdigest()
 
 
@@ -127,9 +133,11 @@ def keep(certificate: Certificate, key: str) -> None:
     cache.write_file(f"verify-{key}.json", dumps(certificate))  # verify, which does, needs torch
 
 
-def stored_certificate(lowered: str, config: Mapping[str, Any]) -> Certificate | None:
+def stored_certificate(
+    lowered: str, config: Mapping[str, Any], packages: Iterable[str] = ()
+) -> Certificate | None:
     """The certificate of this lowered plan for this model with the installed versions, or None."""
-    found = read(cache.home() / f"verify-{key_of(lowered, config)}.json")
+    found = read(cache.home() / f"verify-{key_of(lowered, config, packages)}.json")
     return found if found and found["lowered"] == lowered else None
 
 

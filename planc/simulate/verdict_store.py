@@ -102,7 +102,7 @@ def _key(lowered: Lowered, facts: Facts, by: Proof) -> str:
     plain = replace(lowered, stages=tuple(stages)).map_ops(
         lambda ops: (op.drop_sizes() for op in ops)
     )
-    key = certificate.key_of(digest(plain), certificate.identity(facts))
+    key = certificate.key_of(digest(plain), certificate.identity(facts), lowered.packages)
     return cache.entry_name(f"verdict {_FORMAT} by {by}", key, sources=_all_sources())
 
 

@@ -112,6 +112,17 @@ def test_the_versions_are_the_installed_ones():
     assert cache.version("no-such-package-of-planc") == "none"
 
 
+@pytest.mark.parametrize("build", ["2.13.0", "2.13.0+cpu", "2.13.0+cu130", "2.13.0+rocm7.1"])
+def test_a_build_of_torch_is_not_in_the_key(monkeypatch, build):
+    monkeypatch.setattr(cache, "version", lambda _: build)
+    assert cache.key_versions()["torch"] == "2.13.0"
+
+
+def test_sources_of_torch_are(monkeypatch):
+    monkeypatch.setattr(cache, "version", lambda _: "2.13.0a0+git1b2c3d4")
+    assert cache.key_versions()["torch"] == "2.13.0a0+git1b2c3d4"
+
+
 def test_every_field_is_in_the_key(folder, builds):
     found(written(folder, rms_norm_eps=1e-5))
     assert builds == [1]

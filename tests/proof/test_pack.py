@@ -191,6 +191,8 @@ def test_an_import_that_fails_inside_of_planc_is_a_bug(monkeypatch):
 def test_a_proof_says_where_it_was_reached(unpacked):
     code, text, _ = without(unpacked, "check", *RUN)
     made = cache.environment()
+    used = {name: cache.version(name) for name in cache.OTHERS}
+    made |= {name: version for name, version in used.items() if version != "none"}
     where = f"torch {made['torch']}, transformers {made['transformers']} on the machine that packed"
     assert code == 0
     assert f"layout flow (proved with {where}, largest error" in text
@@ -285,6 +287,15 @@ def test_what_was_found_with_other_versions_is_not_packed(packed, monkeypatch, t
     assert not pack.collect_pack().document["entries"]
     code, _, errors = call("cache", "pack", tmp_path / "none.json")
     assert code == 2 and "[PL761]" in errors and not (tmp_path / "none.json").exists()
+
+
+def test_an_entry_of_a_pack_names_no_build_of_torch(home):
+    made_with = cache.environment() | {"torch": "2.13.0+cpu"}
+    entries = {"k": {"kind": "facts 1", "sources": "", "data": 1}}
+    document = {"made_with": made_with, "entries": entries, "certificates": {}}
+    pack.install(pack.Pack(document=document))
+    head = (cache.cache_folder() / cache.PACK / "k.json").read_text().partition("\n")[0]
+    assert json.loads(head.partition(" ")[2])["torch"] == "2.13.0"
 
 
 # A certificate -----------------------------------------------------------------------------------

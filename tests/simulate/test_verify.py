@@ -11,16 +11,18 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from helpers import STATED, slow
+from helpers import STATED, facts, lowered, slow
 
 import planc
 from planc.cli import main
 from planc.diagnostics.diagnostic import Sink
 from planc.files.resources import GRAMMARS, PLANS
+from planc.model import cache
 from planc.model.load import load
 from planc.proof.verify import verify
 from planc.simulate import certificate as store
 from planc.simulate import launcher as runtime
+from planc.simulate import verdict_store
 from planc.simulate.launcher import _waiting
 from planc.simulate.verdict_store import recall
 
@@ -497,6 +499,27 @@ def test_the_certificate_of_other_versions_is_void(tmp_path, monkeypatch):
     key = store.key_of("a" * 64, {})
     monkeypatch.setattr("planc.model.cache.version", lambda name: "9.9")
     assert store.key_of("a" * 64, {}) != key
+
+
+def test_the_certificate_of_another_peft_is_void_where_the_plan_uses_it(monkeypatch):
+    key, plain = store.key_of("a" * 64, {}, {"peft"}), store.key_of("a" * 64, {})
+    real = cache.version
+    monkeypatch.setattr(cache, "version", lambda name: "9.9" if name == "peft" else real(name))
+    assert store.key_of("a" * 64, {}, {"peft"}) != key
+    assert store.key_of("a" * 64, {}) == plain
+
+
+SHARDED = "plan t for llama\nmesh {\n dp_shard = auto\n}\nfsdp on dp_shard {\n root : unit\n}\n"
+LORA = "adapters {\n model.layers.*.self_attn.q_proj : lora(rank = 8, alpha = 16)\n}\n"
+
+
+@pytest.mark.parametrize("text", [SHARDED, SHARDED + LORA], ids=["plain", "lora"])
+def test_a_verdict_is_of_the_peft_that_its_plan_uses(monkeypatch, text):
+    plan, model = lowered(text), facts()
+    key = verdict_store._key(plan, model, "layout flow")
+    real = cache.version
+    monkeypatch.setattr(cache, "version", lambda name: "9.9" if name == "peft" else real(name))
+    assert (verdict_store._key(plan, model, "layout flow") == key) == (text == SHARDED)
 
 
 def test_the_certificate_of_other_sources_of_planc_is_void(monkeypatch):
