@@ -14,6 +14,7 @@ from planc.files.version import VERSION
 COMMANDS = {
     "init": "write a first plan for a model, and prove it",
     "import": "write a plan from the configuration of another library",
+    "audit": "judge the parallel plans that transformers ships",
     "check": "report what is wrong with a plan for a model",
     "lower": "print the lowered plan: the torch calls that a plan means",
     "estimate": "estimate memory and time of a training step",

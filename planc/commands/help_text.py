@@ -8,6 +8,7 @@ _STEP = "--batch 64 --seq 4096"
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "init": ("init.md", "path/to/model -o my.plan"),
     "import": ("coming-from.md", "axolotl.yaml -o my.plan", "ds_config.json --model qwen3-8b"),
+    "audit": ("audit.md", "transformers apertus --patch fix.patch", "transformers --format sarif"),
     "check": ("ci.md", _RUN, "qwen3-8b my.plan --world-size 8 --fix", "--format github"),
     "lower": ("language/README.md", _RUN, f"{_RUN} --format python -o parallelize.py", "--check"),
     "estimate": ("estimate.md", f"{_RUN} {_STEP} --hardware h100-8x"),
@@ -38,6 +39,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 """The page about each command, and the arguments of one or more calls."""
 
 EXITS = {
+    "audit": "0 all plans are proved, 1 some are refuted",
     "diff": "0 no changes, 1 changes",
     "estimate": "0 the step fits, 1 it does not",
     "measure": "0 the step fits, 1 it does not",

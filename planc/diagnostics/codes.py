@@ -377,6 +377,9 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL761", "error", "input", "a pack that cannot be read or made"),
     ("PL762", "warning", "input", "a pack with verdicts of another planc"),
     ("PL763", "warning", "input", "an empty `tp_plan`, which transformers refuses"),
+    ("PL764", "error", "proof", "a plan of transformers trains another model"),
+    ("PL765", "error", "proof", "a plan of transformers that does not run"),
+    ("PL766", "warning", "proof", "a type of transformers that is not judged"),
     ("PL900", "error", "internal", "internal error in planc"),
 )
 _SECTION_ROWS = (row for section in SECTIONS.values() for row in section.codes)

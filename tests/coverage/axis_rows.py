@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import transformers.modeling_utils  # noqa: F401  (once, before the processes are forked)
-from family_rows import ROOT, configuration, first, shipped, text_of, types
+from family_rows import ROOT, first, shipped, text_of, types
 from rich.progress import track
 
 from planc import compiler
@@ -30,6 +30,7 @@ from planc.ir.experts import expert_count
 from planc.model.facts import Facts
 from planc.model.layer_kinds import block_lists, length
 from planc.model.load import load_values
+from planc.model.sources.default_configs import default_config
 from planc.proof.layout_flow import flow
 from planc.simulate import simulate  # noqa: F401
 from planc.syntax import ast, plan_files
@@ -75,7 +76,7 @@ def case_of(name: str) -> Case | str:
     """The family's model at the sizes of its default configuration, or why it has none."""
     sink = Sink()
     try:
-        facts = load_values(configuration(name), name, sink)
+        facts = load_values(default_config(name), name, sink)
     except Exception as error:  # a default configuration that transformers itself refuses
         return f"can't be built: {type(error).__name__}: {error}"
     if facts is None:

@@ -36,6 +36,7 @@ from planc.model.config_fields import DROPOUT
 from planc.model.facts import Facts, Modules
 from planc.model.layer_kinds import block_lists
 from planc.model.load import load_values
+from planc.model.sources.default_configs import default_config
 from planc.ops.document import dumps
 from planc.ops.tensor_parallel import Parallelize
 from planc.proof.layout_flow import flow
@@ -64,57 +65,6 @@ def shipped(folder=PLANS):
         for name in header.partition(" for ")[2].split(","):
             found[name.strip()] = path.stem
     return found
-
-
-DEFAULTS = {
-    "head_dim": lambda c: c["hidden_size"] // c["num_attention_heads"],
-    "num_key_value_heads": lambda c: c["num_attention_heads"],
-    "n_routed_experts": lambda c: 8,
-    "n_shared_experts": lambda c: 1,
-    "num_experts_per_tok": lambda c: 2,
-    "moe_topk": lambda c: 2,
-    "topk_group": lambda c: 1,
-    "n_group": lambda c: 1,
-    "norm_topk_prob": lambda c: True,
-}
-"""What some families leave open in their default configuration, and a real one always has."""
-
-INDEXER = {
-    "indexer_n_heads": 4,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 256,
-    "indexer_budget": 64,
-    "indexer_compress_ratio": 4,
-}
-
-OWN = {
-    "cohere_compass_text": {
-        "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 10000.0}
-            for kind in ("full_attention", "sliding_attention")
-        }
-    },
-    "gemma4": {"vision_config": {"model_type": "gemma4_vision"}},
-    "deepseek_v2": {"moe_intermediate_size": 1408},
-    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 4, "clip_qkv": 8.0}},
-    "reformer": {"is_decoder": True, "axial_pos_embds": False},
-    "qwen4_exp_text": INDEXER,
-    "qwen4_exp": {"text_config": INDEXER},
-    "xmod": {"default_language": "en_XX"},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
-}
-"""More of it, for one family."""
-
-
-def configuration(name):
-    """The family's default configuration, with what it leaves open filled in."""
-    from transformers import AutoConfig
-
-    values = AutoConfig.for_model(name).to_dict()
-    for field, default in DEFAULTS.items():
-        if field in values and values[field] is None:
-            values[field] = default(values)
-    return json.loads(json.dumps({**values, **OWN.get(name, {})}, default=str))
 
 
 class Late(Exception):
@@ -184,7 +134,7 @@ def text_of(files):
 
 def models(name, sink):
     """A family's default model, the small configuration, and the small model; or None each."""
-    facts = load_values(configuration(name), name, sink)
+    facts = load_values(default_config(name), name, sink)
     if facts is None:
         return None, None, None
     small = small_model(facts)

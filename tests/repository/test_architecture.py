@@ -37,6 +37,7 @@ FLOORS = {
     "compiler": 14,
     "proof": 15,
     "provenance": 15,
+    "tools.audit": 16,
     "tools.editor": 15,
     "tools.measure": 15,
     "tools.init": 16,

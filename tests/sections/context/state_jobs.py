@@ -57,9 +57,9 @@ def functions_kept(model):
 
 def made(family, **changes):
     """A small model of the family's default configuration, and what hands its states on."""
-    from family_rows import configuration
+    from planc.model.sources.default_configs import default_config
 
-    values = {**configuration(family), **changes}
+    values = {**default_config(family), **changes}
     if family.startswith("lfm2"):  # their defaults have no convolution
         values["layer_types"] = ["conv", "full_attention"] * 16
     facts = load_values(values, family, Sink())

@@ -56,9 +56,9 @@ FAMILIES = [
 
 def made(family):
     """A small model of the family's default configuration, and what is reset in it."""
-    from family_rows import configuration
+    from planc.model.sources.default_configs import default_config
 
-    values = configuration(family)
+    values = default_config(family)
     if family == "lfm2":  # its default has no convolution
         values["layer_types"] = ["conv", "full_attention"] * 16
     facts = load_values(values, family, Sink())

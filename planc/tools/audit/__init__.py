@@ -1,0 +1,1 @@
+"""`planc audit transformers`: the parallel plans of transformers' folders, proved or refuted."""
