@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(abspath $(VENV))/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test costs matrix compare wheel tag vsix quick outputs processes fp8 lint bench estimate gpu peaks mutants mutation scripts silent fuzz coverage axes options cluster docs pages clean
+.PHONY: help demo test costs matrix compare wheel tag vsix quick outputs processes fp8 lint bench estimate gpu peaks mutants mutation scripts silent fuzz coverage axes audit options cluster docs pages clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
@@ -118,6 +118,11 @@ axes: $(VENV)/.ready  ## the other axes of every causal-LM family, with threads 
 	$(BIN)/python -W ignore tests/coverage/axis_processes.py
 	$(BIN)/python -W ignore tests/coverage/page.py > build/coverage/page.md
 	mv build/coverage/page.md docs/generated/coverage.md
+
+audit: $(VENV)/.ready  ## every parallel plan that transformers ships, judged on two ranks (minutes, goes on where it was)
+	mkdir -p build/audit
+	$(BIN)/python -W ignore tests/tools/audit/audit_page.py > build/audit/page.md
+	mv build/audit/page.md docs/generated/audit.md
 
 options: $(VENV)/.ready  ## every setting of every shipped plan with each value, on one data rank and two, with threads as ranks (hours, goes on where it was)
 	$(BIN)/python -W ignore tests/coverage/options.py

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 from console import call
+from folders import ROOT
 
 from planc.compat.transformers_distributed import ALL_PARALLEL_STYLES
 from planc.diagnostics.diagnostic import Sink
@@ -18,6 +19,7 @@ from planc.tools.audit.repair import find_repair
 from planc.tools.audit.styles import STYLES, code_place
 
 FOLDER = Path(transformers.__file__).parent
+FOLDER_OF_PAGES = ROOT / "docs" / "generated"
 
 
 def judged(name, kind="tp_plan", repaired=("tp_plan",)):
@@ -121,6 +123,21 @@ def test_styles_have_a_meaning_and_a_place():
         assert (FOLDER / path).read_text().splitlines()[int(line) - 1].startswith("class ")
     assert {other for meaning in STYLES.values() for other in meaning.others} <= STYLES.keys()
     assert len(types_with_plans()) > 100
+
+
+def test_the_page_has_all_verdicts():
+    """Counts, a line for each plan that is not proved, and the page of the last run."""
+    import audit_page
+
+    common = {"type": "llama", "kind": "tp_plan", "tensor": "the logits", "reason": "E: a | b"}
+    verdicts = ("proved", "proved", "wrong", "crash")
+    text = audit_page.page([{**common, "verdict": v, "error": 0.5} for v in verdicts])
+    assert "| `tp_plan` | 2 | 1 | 1 |" in text
+    assert "| llama | `tp_plan` | wrong | the logits, off by 0.5 |" in text
+    assert "| crash | E: a \\| b |" in text
+    made = (FOLDER_OF_PAGES / "audit.md").read_text()
+    assert made.partition("version")[0] == text.partition("version")[0]
+    assert "| apertus | `tp_plan` | wrong |" in made
 
 
 RULES = {
