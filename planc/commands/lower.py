@@ -22,7 +22,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     shared_arguments.model(parser, nargs="?", otherwise="with --save or --check, all targets")
     shared_arguments.plan(parser)
     shared_arguments.common(parser)
-    parser.add_argument("--format", choices=("text", "json", "python", "tp-plan"), default="text")
+    parser.add_argument(
+        "--format",
+        choices=("text", "json", "python", "tp-plan", "transformers", "transformers-class"),
+        default="text",
+    )
     shared_arguments.output(parser)
     shared_arguments.sends(parser)
     parser.add_argument(
@@ -54,8 +58,8 @@ def run(options: argparse.Namespace) -> int:
     if sink.has_errors:
         output.show(sink, "full", sys.stderr, quiet=True)
         return output.exit_code(sink)
-    if options.format == "tp-plan":
-        return _tp_plan(options, compiled.lowered)
+    if options.format in ("tp-plan", "transformers", "transformers-class"):
+        return _for_transformers(options, compiled.lowered)
     text = _text(options.format, compiled, *found)
     if options.format == "text" and options.output in (None, "-"):
         terminal.show(text, titled=True)
@@ -63,14 +67,22 @@ def run(options: argparse.Namespace) -> int:
     return output.write(text, options.output)
 
 
-def _tp_plan(options: argparse.Namespace, lowered: Lowered) -> int:
-    """Writes what transformers' `tp_plan` can say of a lowered plan."""
-    from planc.emit import tp_plan
+def _for_transformers(options: argparse.Namespace, lowered: Lowered) -> int:
+    """Writes what transformers' `tp_plan` or `DistributedConfig` can say of a lowered plan."""
+    from planc.emit import distributed_config, tp_plan
 
+    render = {
+        "tp-plan": tp_plan.render,
+        "transformers": distributed_config.render,
+        "transformers-class": distributed_config.render_class,
+    }[options.format]
     sink = Sink()
-    written = tp_plan.render(lowered, sink)
+    written = render(lowered, sink)
     output.show(sink, "full", sys.stderr, quiet=True)
-    return output.exit_code(sink) if written is None else output.write(written, options.output)
+    if written is None:
+        return output.exit_code(sink)
+    lost = options.format != "tp-plan" and any(d.code == "PL767" for d in sink)
+    return output.write(written, options.output) or (output.FINDINGS if lost else output.CLEAN)
 
 
 def _of_a_step(

@@ -380,6 +380,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL764", "error", "proof", "a plan of transformers trains another model"),
     ("PL765", "error", "proof", "a plan of transformers that does not run"),
     ("PL766", "warning", "proof", "a type of transformers that is not judged"),
+    ("PL767", "warning", "plan", "what a DistributedConfig cannot say"),
     ("PL900", "error", "internal", "internal error in planc"),
 )
 _SECTION_ROWS = (row for section in SECTIONS.values() for row in section.codes)

@@ -5,12 +5,13 @@ Source: `ALL_PARALLEL_STYLES` of transformers 5, whose meaning
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from planc.diagnostics.diagnostic import Sink
 from planc.elaborate.settings import SEQUENCE
 from planc.model.facts import Modules
 from planc.ops import styles as ir
+from planc.ops.base import Op
 from planc.ops.lowered import Lowered
 from planc.ops.tensor_parallel import Parallelize
 
@@ -27,15 +28,20 @@ def render(lowered: Lowered, sink: Sink) -> str | None:
         sink: receives PL739: an error for a rule that no style of transformers is, a warning for
             each section that a `tp_plan` has no place for.
     """
+    found = rules(lowered, sink)
+    for word, origin in {op.WORD: op.origin for op in lowered.ops}.items():
+        if word not in _BESIDE:
+            sink.warning("PL739", f"a `tp_plan` does not have `{word}`", origin)
+    return None if sink.failed else json.dumps(found, indent=2) + "\n"
+
+
+def rules(lowered: Lowered, sink: Sink) -> dict[str, str]:
+    """The styles of transformers by the names of modules; `sink` receives the errors PL739."""
     found: dict[str, str] = {}
-    lengths: dict[tuple[str, ...], int] = {}
-    rules = [op for op in lowered.styles if not _sums(op.style)]
-    for op in rules:
-        if op.modules.list_at is not None:
-            entries = max(op.modules.entries, default=-1) + 1
-            lengths[_list(op.modules)] = max(entries, lengths.get(_list(op.modules), 0))
-    for op in rules:
-        word = "replicated_with_grad_allreduce" if _by_heads(op, rules) else None
+    styles = [op for op in lowered.styles if not _sums(op.style)]
+    lengths = _list_lengths(styles)
+    for op in styles:
+        word = "replicated_with_grad_allreduce" if _by_heads(op, styles) else None
         word = word or _word(op.style, op.modules.module.kind)
         if word is None:
             layouts = f"({op.layouts})" if op.layouts else ""
@@ -49,10 +55,17 @@ def render(lowered: Lowered, sink: Sink) -> str | None:
             found[glob] = word
             if isinstance(op.style, ir.Experts):
                 found.update((f"{glob}.{name}", how) for name, how in _FUSED.items())
-    for word, origin in {op.WORD: op.origin for op in lowered.ops}.items():
-        if word not in _BESIDE:
-            sink.warning("PL739", f"a `tp_plan` does not have `{word}`", origin)
-    return None if sink.has_errors else json.dumps(found, indent=2) + "\n"
+    return found
+
+
+def _list_lengths(ops: Iterable[Op]) -> dict[tuple[str, ...], int]:
+    """The number of entries of each list of modules that the operations name."""
+    lengths: dict[tuple[str, ...], int] = {}
+    for modules in (modules for op in ops for modules in op.traced_modules):
+        if modules.list_at is not None:
+            entries = max(modules.entries, default=-1) + 1
+            lengths[_list(modules)] = max(entries, lengths.get(_list(modules), 0))
+    return lengths
 
 
 def _sums(style: ir.Style) -> bool:
