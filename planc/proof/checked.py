@@ -72,7 +72,7 @@ def summary(
         return ()
     experts = compiled.plan.mesh.experts
     axes = (*compiled.plan.mesh.axes, *((experts.ranks,) if experts else ()))
-    on = phrases.mesh(axes)
+    on = phrases.mesh(axes) if axes else "the ranks of an engine"
     head = f"{compiled.plan.name} for {compiled.lowered.model} on {on}: lowers to "
     structure = "structure of packed models" if cache.made_with() else "structure"
     flow = f", {verdict.text}" if verdict else ""

@@ -27,7 +27,7 @@ def read(program: Program) -> tuple[Serving, ...]:
     for section in program.sections_named("serve"):
         engine = section.engine
         if engine is None:
-            help = "write `serve vllm on tp = 4 {`"
+            help = "write `serve vllm on tp = 4 {}`"
             program.sink.error(
                 "PL011", "a serve section names its engine", section.name_origin, help=help
             )

@@ -12,6 +12,7 @@ from planc.files.resources import PLANS
 from planc.ir.serving import _EngineLayout, serving_of
 from planc.model.config import shipped_models
 from planc.model.load import load
+from planc.model.sources.huggingface import defaults
 
 READ = json.loads((Path(__file__).parent / "engine_classes.json").read_text())
 WHOLE = re.compile(r"\.(gate|router|shared_expert_gate|q_a_proj|kv_a_proj_with_mqa)\.weight$|norm")
@@ -61,6 +62,31 @@ def test_rules_are_those_of_the_engine(engine):
             if rule.kind in ("qkv", "merged"):
                 assert read["fused"][attribute] == [*rule.parts], (model, attribute)
     assert seen == {*families(engine)}
+
+
+STYLES = {"colwise": "column", "rowwise": "row", "replicated": None}
+
+
+def test_rules_are_those_of_transformers():
+    """Each rule is the style of `base_model_tp_plan`, and weights without a style have no rule."""
+    seen = set()
+    for model in models_of("transformers"):
+        facts = load(model, Sink())
+        if facts.config.get("tie_word_embeddings"):
+            continue
+        done = compile_plan(facts, "serve/transformers.plan", sink := Sink(), settings=["tp=2"])
+        assert not sink.failed, (model, [*sink])
+        styles = {f"model.{name}": style for name, style in defaults(facts.family)[0].items()}
+        styles["lm_head"] = "colwise_gather_output"
+        layout = _EngineLayout(serving_of(done.plan), facts, sink)
+        rules = layout.serving.rules
+        for tensor in layout.hub.values():
+            found = [m for n, r in enumerate(rules) if (m := layout._match(n, r, tensor))]
+            kinds = [rules[number].kind for number, *_ in found]
+            style = styles.get(tensor.module.replace("{}", "*"), "replicated").partition("_")[0]
+            assert kinds == [STYLES[style]] * (STYLES[style] is not None), (model, tensor.name)
+        seen.add(facts.family)
+    assert len(seen) > 12
 
 
 def test_another_family_is_refused():
