@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from planc.answers.apply import apply
     from planc.answers.plan import check, diff, init, lower, verify, why
     from planc.answers.step import estimate, measure
+    from planc.answers.transfer import join_transfer, transfer_table
     from planc.diagnostics.diagnostic import PlanError
 
 __all__ = [
@@ -25,8 +26,10 @@ __all__ = [
     "diff",
     "estimate",
     "init",
+    "join_transfer",
     "lower",
     "measure",
+    "transfer_table",
     "verify",
     "why",
 ]
@@ -36,6 +39,7 @@ _HOME = {
     "apply": "planc.answers.apply",
     **dict.fromkeys(("check", "diff", "init", "lower", "verify", "why"), "planc.answers.plan"),
     **dict.fromkeys(("estimate", "measure"), "planc.answers.step"),
+    **dict.fromkeys(("join_transfer", "transfer_table"), "planc.answers.transfer"),
 }
 
 

@@ -24,6 +24,7 @@ COMMANDS = {
     "diff": "compare two lowered plans",
     "why": "show which lines decide a module or a parameter",
     "show": "draw a plan as a page: its mesh, modules, memory and lines",
+    "transfer": "say which slices of a training plan fill those of a serving engine",
     "verify": "prove a plan on real processes, with a proxy model",
     "launch": "write the file that starts a plan on a cluster",
     "preflight": "check the nodes of a job, before it trains",

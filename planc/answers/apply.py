@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from planc.answers.plan import require_lowered
 from planc.answers.target import Overrides, chosen_plan, compile_for, module_facts
 from planc.compiler import Compiled
-from planc.diagnostics.diagnostic import Diagnostic, Sink
+from planc.diagnostics.diagnostic import Diagnostic, PlanError, Sink
 from planc.model import cache
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
@@ -164,12 +164,16 @@ def _seconds_of(watchdog: float | None) -> float | None:
 
 def _complete_run(run: Run, compiled: Compiled | None, watchdog: float | None) -> Run:
     """The run, watched, with what its summary says of the plan's text and of the overrides."""
+    from planc.answers.transfer import planner_of
+    from planc.runtime.transfer import PLANNERS
+
     if watchdog is not None:
         from planc.runtime.safeguards.watchdog import Watchdog
 
         Watchdog(run.lowered, run.digest, watchdog).start()
     if compiled is None or compiled.applied is None:
         return run
+    PLANNERS[run.model] = planner_of(compiled)
     if run.steps.meter:
         run.steps.meter.expected = _expected_numbers(run, *compiled.applied)
     text = plan_files.digest(compiled.files) or None
@@ -232,6 +236,11 @@ def _of_the_run(name: Literal["RANK", "WORLD_SIZE"], alone: int) -> int:
 
 def _lower(compiled: Compiled, sink: Sink, *, chosen: bool) -> Lowered:
     """The lowered plan; rank 0 logs which one was `chosen`. A draft is logged as it is written."""
+    if compiled.plan is not None and not compiled.plan.mesh.axes:
+        message = f"plan `{compiled.plan.name}` has no mesh: its ranks are those of an engine"
+        help = "apply a training plan, and name this one in `run.transfer`"
+        sink.error("PL308", message, compiled.plan.origin, help=help)
+        raise PlanError(sink)
     lowered = require_lowered(compiled, sink)
     if chosen and not plan_files.is_draft(compiled.files) and _of_the_run("RANK", 0) == 0:
         _log.warning(chosen_plan(compiled))

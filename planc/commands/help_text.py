@@ -17,6 +17,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "calibrate": ("estimate.md", "steps.csv -o own.toml", "--cpu -o cpu.toml"),
     "diff": ("ci.md", f"{_RUN} --old-set tp=4", "llama-3.1-8b HEAD:my.plan my.plan"),
     "why": ("looking.md", f"{_RUN} model.layers.0.mlp.up_proj.weight"),
+    "transfer": (
+        "how-to/serving.md",
+        f"{_RUN} rollout.plan --set serve.tp=4",
+        f"{_RUN} rollout.plan --format json",
+    ),
     "verify": ("how-to/verify.md", f"{_RUN} --processes 4"),
     "launch": (
         "how-to/cluster.md",

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from planc.diagnostics.notebook import InNotebooks
 from planc.files.version import VERSION
 from planc.model import cache
 from planc.ops.lowered import Lowered
@@ -34,6 +33,7 @@ from planc.runtime.safeguards.inputs import PassComparison, SameRows
 from planc.runtime.sharded_tensors import SHARDED_BY
 from planc.runtime.standalone.clipping import clip_grad_norm
 from planc.runtime.training_step import Batch, TrainingStep
+from planc.runtime.transfer import SendsWeights
 from planc.runtime.weights import peft_files, resuming, saving
 from planc.runtime.weights.background import Background
 from planc.runtime.weights.extras import Extra
@@ -42,7 +42,7 @@ from planc.runtime.weights.loading import Compared, Excused, Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run(InNotebooks):
+class Run(SendsWeights):
     """A model that a plan was applied to.
 
     Args:

@@ -31,6 +31,7 @@ FLOORS = {
     "tools.importers": 7,
     "lowering": 8,
     "emit": 9,
+    "tools.transfer": 9,
     "runtime": 10,
     "simulate": 11,
     "tools.estimate": 13,

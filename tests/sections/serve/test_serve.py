@@ -15,6 +15,9 @@ from tiny_engines import (
     serve,
     side_of,
 )
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import planc
 
 
 @pytest.mark.parametrize(("tp", "kv"), [(1, 4), (2, 4), (4, 2), (8, 1), (8, 8)])
@@ -163,6 +166,16 @@ def test_a_model_that_no_configuration_builds(tmp_path, monkeypatch):
     words = ("own_decoder:build", "rollout.plan", "--allow-code", "--level", "structure")
     code, text, _ = call("check", *words)
     assert code == 1 and "PL694" in text and "has no configuration" in text
+
+
+def test_a_plan_of_an_engine_is_not_applied(tmp_path):
+    plan = tmp_path / "rollout.plan"
+    plan.write_text(serve("on tp = 2"))
+    values = {k: v for k, v in LLAMA.items() if k != "model_type"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **values))
+    with pytest.raises(planc.PlanError, match="its ranks are those of an engine"):
+        planc.apply(model, plan, device_type="cpu")
 
 
 def test_commands(tmp_path):

@@ -1,0 +1,285 @@
+"""The messages of a transfer: blocks packed as bytes, in buckets of one message for each pair."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from planc.ir.patches import Box, Patch
+from planc.runtime.preconditions import stop
+from planc.tools.transfer.table import FlowPart, TransferTable, buckets
+
+Values = Callable[[str], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class SentBlock:
+    """A block of a tensor of the files in a message.
+
+    Args:
+        name: of the tensor of the files.
+        box: the block.
+        of, to: the sender's and the receiver's tensor.
+        source, target: their names.
+        wire: the dtype in which it is sent.
+    """
+
+    name: str
+    box: Box
+    of: Patch
+    to: Patch
+    source: str
+    target: str
+    wire: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.box)
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * int(self.wire.itemsize)
+
+
+@dataclass(slots=True)
+class Counts:
+    """The bytes and messages that this process has sent, and the most bytes in its buffers."""
+
+    bytes: int = 0
+    messages: int = 0
+    peak: int = 0
+
+
+@dataclass(kw_only=True)
+class Channel:
+    """The processes of both sides: a group of their own, beside that of the training run.
+
+    Args:
+        store: that all processes reach.
+        process: the number of this one among all.
+        names: of all, for messages.
+        seconds: after which a process that does not answer counts as lost.
+        bucket: the bytes that a rank sends or receives at once.
+    """
+
+    store: Any
+    process: int
+    names: tuple[str, ...]
+    seconds: float
+    bucket: int
+    counts: Counts = field(default_factory=Counts)
+
+    def __post_init__(self) -> None:
+        limit = timedelta(seconds=self.seconds)
+        self.store = distributed.PrefixStore("planc.transfer", self.store)
+        size = len(self.names)
+        try:
+            self.group: Any = distributed.ProcessGroupGloo(self.store, self.process, size, limit)
+        except RuntimeError as error:
+            raise process_lost("another process", "it did not join the transfer", error) from None
+        self.rounds = 0
+
+    def agree(self, text: str, *, about: str = "") -> list[str]:
+        """The texts of all processes, in order; a collective without messages between them.
+
+        Raises:
+            PlanError: PL698, a process does not answer.
+        """
+        self.rounds += 1
+        keys = [f"{self.rounds}/{process}" for process in range(len(self.names))]
+        try:
+            self.store.set(keys[self.process], text)
+        except RuntimeError as error:
+            raise process_lost(self.names[0], about, error) from None
+        found = []
+        for process, key in enumerate(keys):
+            try:
+                self.store.wait([key], timedelta(seconds=self.seconds))
+                found.append(self.store.get(key).decode())
+            except RuntimeError as error:
+                raise process_lost(self.names[process], about, error) from None
+        return found
+
+    def close(self) -> None:
+        """Ends the group, so that others that wait for this process see that it has gone."""
+        self.group = None
+
+
+def process_lost(who: str, about: str, error: BaseException) -> Exception:
+    """The error for a process that stopped in the middle."""
+    reason = str(error).strip().partition("\n")[0]
+    where = f" {about}" if about else ""
+    return stop(
+        "PL698",
+        f"{who} stopped{where}: {reason[:200]}",
+        help="restart it and publish again; until then the engine's weights are incomplete",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessRoles:
+    """The ranks that this process has on either side, None for none, and the processes of all."""
+
+    source: int | None
+    target: int | None
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
+def exchange(
+    table: TransferTable,
+    channel: Channel,
+    roles: ProcessRoles,
+    values: Callable[[Iterable[str]], Values],
+    targets: Mapping[str, Tensor],
+) -> None:
+    """Sends and receives all blocks of a table; every process of both sides calls it.
+
+    Args:
+        values: is called once for each bucket with the names of the sending sides' tensors in it,
+            the same on all processes, and returns what gives this rank's tensor of a name.
+        targets: the tensors of the engine on this rank, written in place.
+
+    Raises:
+        PlanError: PL698, another process stopped.
+    """
+    for number, bucket in enumerate(buckets(table, channel.bucket)):
+        outgoing, incoming, local = _messages(bucket, roles)
+        value = values(dict.fromkeys(_sources(bucket)))
+        for block in local:
+            _place(targets[block.target], block).copy_(_take(value(block.source), block))
+        sent = {peer: _pack(blocks, value) for peer, blocks in outgoing.items()}
+        landing = {
+            peer: torch.empty(sum(b.nbytes for b in blocks), dtype=torch.uint8)
+            for peer, blocks in incoming.items()
+        }
+        buffers = (*sent.values(), *landing.values())
+        channel.counts.peak = max(channel.counts.peak, sum(b.nbytes for b in buffers))
+        _send(channel, number, (sent, outgoing), (landing, incoming))
+        for peer, flat in landing.items():
+            _unpack(flat, incoming[peer], targets)
+        channel.counts.bytes += sum(flat.nbytes for flat in sent.values())
+        channel.counts.messages += len(sent)
+
+
+Message = tuple[Mapping[int, Tensor], Mapping[int, list[SentBlock]]]
+
+
+def _send(channel: Channel, number: int, sent: Message, landing: Message) -> None:
+    """Exchanges the buffers of a bucket with all peers."""
+    works = []
+    for (buffers, blocks), verb, start in (
+        (landing, "sends", channel.group.recv),
+        (sent, "receives", channel.group.send),
+    ):
+        for peer in sorted(buffers):
+            first = blocks[peer][0].name
+            about = f"in bucket {number}, in which it {verb} {first}"
+            try:
+                works.append((peer, about, start([buffers[peer]], peer, number)))
+            except RuntimeError as error:
+                raise process_lost(channel.names[peer], about, error) from None
+    for peer, about, work in works:
+        try:
+            work.wait(timedelta(seconds=channel.seconds))
+        except RuntimeError as error:
+            raise process_lost(channel.names[peer], about, error) from None
+
+
+def _messages(
+    bucket: Iterable[FlowPart], roles: ProcessRoles
+) -> tuple[dict[int, list[SentBlock]], dict[int, list[SentBlock]], list[SentBlock]]:
+    """The blocks that this process sends and receives, by the other process, and those that it
+    has already; wider dtypes first, so that each is aligned.
+    """
+    outgoing: dict[int, list[SentBlock]] = {}
+    incoming: dict[int, list[SentBlock]] = {}
+    local: list[SentBlock] = []
+    for part in bucket:
+        for block, source, target in _blocks(part, roles):
+            here = source == roles.source
+            if here and target == roles.target:
+                local.append(block)
+            elif here:
+                outgoing.setdefault(roles.targets[target], []).append(block)
+            else:
+                incoming.setdefault(roles.sources[source], []).append(block)
+    for blocks in (*outgoing.values(), *incoming.values()):
+        blocks.sort(key=lambda block: -block.wire.itemsize)
+    return outgoing, incoming, local
+
+
+def _blocks(part: FlowPart, roles: ProcessRoles) -> Iterator[tuple[SentBlock, int, int]]:
+    """The blocks of a part that this process sends or receives, with source and target rank."""
+    flow, index = part.flow, part.flow.indices[part.layer]
+    wire = getattr(torch, flow.wire)
+    for move in flow.moves:
+        if roles.source not in move.sources and roles.target not in move.targets:
+            continue
+        if (box := part.block(move)) is None:
+            continue
+        block = SentBlock(
+            flow.hub.format(*index),
+            box,
+            move.of,
+            move.to,
+            move.of.key.format(*index),
+            move.to.key.format(*index),
+            wire,
+        )
+        for at, target in enumerate(move.targets):
+            source = flow.source(move, at, part.layer)
+            if source == roles.source or target == roles.target:
+                yield block, source, target
+
+
+def _sources(bucket: Iterable[FlowPart]) -> Iterator[str]:
+    """The names of the senders' tensors in a bucket, on all processes in the same order."""
+    for part in bucket:
+        index = part.flow.indices[part.layer]
+        yield from (move.of.key.format(*index) for move in part.flow.moves)
+
+
+def _pack(blocks: Iterable[SentBlock], value: Values) -> Tensor:
+    """The bytes of some blocks, each cast to the dtype in which it is sent."""
+    every = [*blocks]
+    flat, at = torch.empty(sum(block.nbytes for block in every), dtype=torch.uint8), 0
+    for block in every:
+        into = flat[at : at + block.nbytes].view(block.wire)
+        into.view(block.shape).copy_(_take(value(block.source), block))
+        at += block.nbytes
+    return flat
+
+
+def _unpack(flat: Tensor, blocks: Iterable[SentBlock], targets: Mapping[str, Tensor]) -> None:
+    at = 0
+    for block in blocks:
+        part = flat[at : at + block.nbytes].view(block.wire).view(block.shape)
+        _place(targets[block.target], block).copy_(part)
+        at += block.nbytes
+
+
+def _take(tensor: Tensor, block: SentBlock) -> Tensor:
+    """A block of the sender's tensor, in the order of the file's dims."""
+    return _in_hub_order(tensor[_slices(block.of, block.box)], block.of)
+
+
+def _place(tensor: Tensor, block: SentBlock) -> Tensor:
+    """The block's place in the receiver's tensor, in the order of the file's dims."""
+    return _in_hub_order(tensor[_slices(block.to, block.box)], block.to)
+
+
+def _slices(patch: Patch, box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in patch.part(box))
+
+
+def _in_hub_order(block: Tensor, patch: Patch) -> Tensor:
+    """A view with the dims of the file; those that the file lacks have size 1 here."""
+    kept = [(dim, at) for at, dim in enumerate(patch.dims) if dim is not None]
+    block = block.squeeze([at for at, dim in enumerate(patch.dims) if dim is None])
+    order = sorted(range(len(kept)), key=lambda n: kept[n][0])
+    return block.permute(order)

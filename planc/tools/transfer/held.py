@@ -1,0 +1,245 @@
+"""The slices of the files' tensors that the ranks of a training plan hold, without a run."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from planc.ir.local_shapes import ruled, split_dim, splitting
+from planc.ir.nodes import Mesh, Plan, SpreadRule, TensorRule, Unit
+from planc.ir.parameter_owners import Owned, owned
+from planc.ir.patches import Box, HeldPatch, Index, Patch, Range, RankTensor, TransferSide
+from planc.lowering.stages import elsewhere, of_ranks
+from planc.model.facts import Facts, Modules
+from planc.model.hub_pieces import HubPiece, Shape
+from planc.model.hub_tensors import HubWeight, hub_tensors, indices_of
+from planc.ops.contract import part_sizes
+
+Ranges = tuple[Range, ...]
+
+
+class NotSlicesError(Exception):
+    """A plan whose ranks hold no slices that follow from its lines, with the reason."""
+
+
+def training_side(plan: Plan, facts: Facts) -> TransferSide:
+    """Lays out the tensors of a model's files over the ranks of a training plan.
+
+    Args:
+        plan: without adapters; its mesh has all ranks.
+        facts: the model, without adapters.
+
+    Raises:
+        NotSlicesError: another library shards the weights.
+        UnknownHubError: the tensors of the model's files are not known.
+    """
+    if plan.fsdp is not None and plan.fsdp.backend is not None:
+        raise NotSlicesError("another library than torch's FSDP shards the weights")
+    weights, held, tensors = hub_tensors(facts), list[HeldPatch](), list[RankTensor]()
+    for place, (own_plan, own_facts) in enumerate(of_ranks(plan, facts)):
+        stage = _Stage(own_plan, own_facts, place)
+        for weight in weights:
+            for shard in stage.shards(weight):
+                held += shard.patches()
+                tensors += shard.tensors()
+    return TransferSide(size=plan.mesh.world_size, held=tuple(held), tensors=tuple(tensors))
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A dim that ranks divide: the axes, the dim, and the sizes of its packed parts."""
+
+    axes: tuple[str, ...]
+    dim: int
+    parts: tuple[int, ...] = ()
+
+
+class _Stage:
+    """The ranks of a pipeline rank's stages."""
+
+    def __init__(self, plan: Plan, facts: Facts, place: int) -> None:
+        self.plan, self.owners = plan, owned(plan, facts)
+        self.splits = splitting(plan)
+        op = plan.pipeline.op if plan.pipeline else None
+        self.gone = tuple(elsewhere(op)) if op else ()
+        mesh = plan.mesh
+        self.ranks = tuple(
+            rank
+            for rank in range(mesh.world_size)
+            if op is None or _coordinate(rank, (op.axis,), mesh) == place
+        )
+
+    def shards(self, weight: HubWeight) -> Iterator["_Shards"]:
+        """The shards of a weight, of modules under the same rules together."""
+        if weight.buffer:
+            if here := weight.modules.outside(self.gone):
+                yield _Shards(self, weight, here, (), weight.dtype)
+            return
+        found: dict[tuple[tuple[_Cut, ...], str], list[Modules]] = {}
+        for own in self.owners:
+            both = own.modules.overlap(weight.modules)
+            for modules, rules in ruled(both, self.splits) if both else ():
+                parameter = modules.module.parameter(weight.name)
+                assert parameter is not None
+                kind = tuple(self._cuts(own, weight, rules)), self.plan.dtype(parameter)
+                found.setdefault(kind, []).append(modules)
+        for (cuts, dtype), sets in found.items():
+            yield _Shards(self, weight, tuple(sets), cuts, dtype)
+
+    def _cuts(self, own: Owned, weight: HubWeight, rules: Iterable[TensorRule]) -> Iterator[_Cut]:
+        """The cuts of tensor and expert parallelism, then that of FSDP."""
+        parameter = own.modules.module.parameter(weight.name)
+        assert parameter is not None
+        local = list(weight.shape)
+        for rule in rules if weight.shape else ():
+            if (split := rule.split(parameter)) is not None:
+                parts = part_sizes(split, weight.shape[split.dim]) if split.packed else ()
+                local[split.dim] = -(-local[split.dim] // self.plan.mesh.size(rule.axis))
+                yield _Cut((rule.axis,), split.dim, parts)
+        placed: Unit | SpreadRule | None = own.spread or own.unit
+        if own.unit is None or placed is None or self.plan.fsdp is None or not weight.shape:
+            return
+        axes = self.plan.fsdp.axes(placed)[0]
+        count = self.plan.mesh.size(*self.plan.mesh.expanded(axes))
+        if count > 1:
+            dim = placed.shard_dim if split_dim(tuple(local), placed.shard_dim, count) else 0
+            yield _Cut(tuple(axes), dim)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shards:
+    """A weight of like modules on the ranks of a stage."""
+
+    stage: _Stage
+    weight: HubWeight
+    modules: tuple[Modules, ...]
+    cuts: tuple[_Cut, ...]
+    dtype: str
+
+    @property
+    def _key(self) -> str:
+        path = (s if isinstance(s, str) else "{}" for s in self.weight.modules.path)
+        return ".".join((*path, self.weight.name))
+
+    @property
+    def _indices(self) -> tuple[Index, ...]:
+        return tuple(sorted(index for one in self.modules for index in indices_of(one)))
+
+    def _by_ranges(self) -> Mapping[tuple[Ranges, ...], list[int]]:
+        """The ranks with the same ranges of each dim."""
+        mesh, found = self.stage.plan.mesh, dict[tuple[Ranges, ...], list[int]]()
+        at: dict[tuple[int, ...], tuple[Ranges, ...]] = {}
+        for rank in self.stage.ranks:
+            place = tuple(_coordinate(rank, cut.axes, mesh) for cut in self.cuts)
+            if place not in at:
+                at[place] = tuple(_ranges(self.weight.shape, self.cuts, place, mesh))
+            found.setdefault(at[place], []).append(rank)
+        return found
+
+    def patches(self) -> Iterator[HeldPatch]:
+        indices = self._indices
+        for ranges, ranks in self._by_ranges().items():
+            for local, full in _blocks(ranges):
+                for piece in self.weight.pieces:
+                    if (patch := _patch(piece, self._key, local, full)) is not None:
+                        yield HeldPatch(
+                            patch=patch, indices=indices, ranks=tuple(ranks), dtype=self.dtype
+                        )
+
+    def tensors(self) -> Iterator[RankTensor]:
+        indices = self._indices
+        for ranges, ranks in self._by_ranges().items():
+            yield RankTensor(
+                key=self._key,
+                shape=tuple(sum(stop - start for start, stop in some) for some in ranges),
+                dtype=self.dtype,
+                indices=indices,
+                ranks=tuple(ranks),
+                ranges=ranges,
+            )
+
+
+def _coordinate(rank: int, axes: Sequence[str], mesh: Mesh) -> int:
+    """The index of a rank along axes that are flattened to one, in the order of the mesh."""
+    experts = mesh.experts
+    if experts is not None and len(axes) == 1 and axes[0] in experts.sizes:
+        inside = _coordinate(rank, experts.axes, mesh)
+        count = experts.ranks.size
+        return inside % count if axes[0] == experts.ranks.name else inside // count
+    wanted, index, step = {*mesh.expanded(axes)}, 0, mesh.world_size
+    for axis in mesh.axes:
+        step //= axis.size
+        if axis.name in wanted:
+            index = index * axis.size + rank // step % axis.size
+    return index
+
+
+def _ranges(
+    shape: Shape, cuts: Sequence[_Cut], place: Sequence[int], mesh: Mesh
+) -> Iterator[Ranges]:
+    """The ranges of each dim at a place along the axes of the cuts."""
+    dims: list[list[Ranges]] = [[((0, size),)] for size in shape]
+    for cut, index in zip(cuts, place, strict=True):
+        count = mesh.size(*mesh.expanded(cut.axes))
+        whole = dims[cut.dim]
+        if cut.parts:
+            ends = [sum(cut.parts[: n + 1]) for n in range(len(cut.parts))]
+            whole = [((end - size, end),) for size, end in zip(cut.parts, ends, strict=True)]
+        elif len(whole) > 1 and cut is cuts[-1]:  # FSDP shards what packed parts are together
+            whole = [tuple(one for part in whole for one in part)]
+        dims[cut.dim] = [_chunk(part, count, index) for part in whole]
+    for parts in dims:
+        yield _merge_adjacent(one for part in parts for one in part)
+
+
+def _chunk(ranges: Ranges, count: int, index: int) -> Ranges:
+    """The chunk of ranges for one of `count` ranks, as `torch.chunk` cuts them."""
+    total = sum(stop - start for start, stop in ranges)
+    size = -(-total // count)
+    first, last = min(index * size, total), min((index + 1) * size, total)
+    found, at = list[Range](), 0
+    for start, stop in ranges:
+        low, high = max(first - at, 0), min(last - at, stop - start)
+        if low < high:
+            found.append((start + low, start + high))
+        at += stop - start
+    return tuple(found)
+
+
+def _merge_adjacent(ranges: Iterable[Range]) -> Ranges:
+    """Merges ranges that follow each other."""
+    found: list[Range] = []
+    for start, stop in ranges:
+        if found and found[-1][1] == start:
+            found[-1] = found[-1][0], stop
+        else:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def _blocks(ranges: Sequence[Ranges]) -> Iterator[tuple[Box, Box]]:
+    """The blocks of a shard: in it, and in the full tensor."""
+    along = []
+    for some in ranges:
+        at, pairs = 0, []
+        for start, stop in some:
+            pairs.append(((at, at + stop - start), (start, stop)))
+            at += stop - start
+        along.append(pairs)
+    for block in product(*along):
+        yield tuple(here for here, _ in block), tuple(there for _, there in block)
+
+
+def _patch(piece: HubPiece, key: str, local: Box, full: Box) -> Patch | None:
+    """The part of a block that is in a piece; None if there is none."""
+    box = [(0, 1)] * sum(dim is not None for dim in piece.dims)
+    inside = list[Range]()
+    for (here, _), (start, stop), first, size, dim in zip(
+        local, full, piece.start, piece.size, piece.dims, strict=True
+    ):
+        low, high = max(start, first), min(stop, first + size)
+        if low >= high:
+            return None
+        inside.append((here + low - start, here + high - start))
+        if dim is not None:
+            box[dim] = low - first, high - first
+    return Patch(hub=piece.hub, box=tuple(box), key=key, local=tuple(inside), dims=piece.dims)
