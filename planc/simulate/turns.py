@@ -1,8 +1,7 @@
 """Turns of the ranks of a simulation: one of them runs at a time, until it waits for another.
 
-Threads that run at once compete for Python's interpreter, and are woken only to wait again; that
-took a third of a simulation. A rank that waits says what it waits for, and hands its turn to one
-that can run.
+Threads that run at once compete for Python's interpreter, and are woken only to wait again. A rank
+that waits says what it waits for, and hands its turn to one that can run.
 """
 
 import sys
