@@ -495,7 +495,8 @@ class Bucket:
                 updates.append(torch.zeros_like(part_of(p)))
                 continue
             gradient = gradient_part(p)
-            moved = buffer.to(gradient).lerp(gradient, 1 - group["momentum"])
+            [average] = read_as([buffer], gradient)
+            moved = average.lerp(gradient, 1 - group["momentum"])
             buffer.copy_(moved)
             ahead = gradient.lerp(moved, group["momentum"])
             updates.append(ahead if group["nesterov"] else moved)
