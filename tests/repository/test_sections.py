@@ -33,7 +33,7 @@ KNOWN = {
 }
 """By section: its names and words, and the number of files outside of its folder that have one.
 The number only falls, and is at most 8. `checkpoint` is not in the table: estimates, sends and
-checks read which modules are recomputed (`Plan.checkpoint_rules`), so its operation is the compiler's."""
+checks read `Plan.checkpoint_rules`, so its operation is the compiler's."""
 
 
 def parts_of(name):
