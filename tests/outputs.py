@@ -76,7 +76,7 @@ SECTIONS = {
     "capacity": (
         ("mixtral-8x7b", "mixtral"),
         """override expert on ep {
-            $experts : dispatch(deepep, capacity = 1.5)
+            $experts : dispatch(all_to_all, capacity = 1.5)
         }""",
     ),
     "saved": (

@@ -16,7 +16,6 @@ from planc.elaborate.sections.context import context
 from planc.elaborate.sections.expert import expert
 from planc.elaborate.sections.fsdp import fsdp
 from planc.elaborate.sections.load import load
-from planc.elaborate.sections.loss import loss
 from planc.elaborate.sections.optimizer import optimizer
 from planc.elaborate.sections.pipeline import pipeline
 from planc.elaborate.sections.tensor import tensor
@@ -40,7 +39,6 @@ SECTIONS = (
     "fsdp",
     "replicate",
     "context",
-    "loss",
     "pipeline",
     "expert",
     "optimizer",
@@ -106,7 +104,6 @@ def elaborate(
         attention=exchanges,
         adapters=part("adapters", lambda: adapters(program)),
         sections=_sections(program),
-        loss=part("loss", lambda: loss(program)),
         pipeline=part("pipeline", lambda: pipeline(program)),
         experts=part("expert", lambda: expert(program)),
         optimizer=part("optimizer", lambda: optimizer(program)),

@@ -29,7 +29,6 @@ from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, Prefetch
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
-from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import ExpertMesh, MeshAxis
 from planc.ops.optimizer import Optimize
 from planc.ops.phrases import together
@@ -361,15 +360,6 @@ class Adapters(Meaning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossRule(Meaning):
-    """A head whose loss is computed in chunks; `axis`, if any, shards its vocabulary."""
-
-    modules: Modules
-    op: ChunkLoss
-    axis: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes(Meaning):
     """Stages that take as much time each, as `planc.tools.estimate.stages` has it.
 
@@ -461,7 +451,6 @@ Ruled = TypeVar(
     TensorRule,
     Compile,
     Freeze,
-    LossRule,
     ExpertRule,
     AdapterRule,
     Ignored,
@@ -470,7 +459,7 @@ Ruled = TypeVar(
 )
 """A node that one line decides for its `modules`."""
 
-_RULES = ("tensor", "compile", "train", "attention", "loss", "experts", "optimizer")
+_RULES = ("tensor", "compile", "train", "attention", "experts", "optimizer")
 """The fields of a plan that are rules for modules, except `sections`."""
 
 
@@ -511,7 +500,6 @@ class Plan(Meaning):
     context: tuple[ContextRule, ...] = ()
     attention: tuple[Attend, ...] = ()
     adapters: Adapters | None = None
-    loss: tuple[LossRule, ...] = ()
     pipeline: PipelineRule | None = None
     experts: tuple[ExpertRule, ...] = ()
     optimizer: tuple[OptimizerRule, ...] = ()
@@ -522,6 +510,12 @@ class Plan(Meaning):
     def checkpoint_rules(self) -> tuple[Checkpoint, ...]:
         """The rules whose modules are computed again in the backward pass."""
         return checkpoints(rule for rules in self.sections.values() for rule in rules)
+
+    @property
+    def loss_rules(self) -> tuple[Any, ...]:
+        """The rules in whose modules the loss is computed: they return no logits."""
+        rules = (rule for rules in self.sections.values() for rule in rules)
+        return tuple(rule for rule in rules if getattr(rule, "loss_modules", ()))
 
     def with_recomputed(self, rules: tuple[Checkpoint, ...]) -> Plan:
         """The plan with other rules in the section that recomputes modules."""

@@ -45,7 +45,6 @@ from planc.ops.expert_parallel import ALL_REDUCE, DispatchExperts
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import FullyShard
 from planc.ops.lora import BASE_LAYER, Adapt
-from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered, Stage
 from planc.ops.optimizer import Cut, Muon, Optimize
 from planc.ops.registry import AnyOp
@@ -89,7 +88,6 @@ def on_activations(plan: Plan, facts: Facts) -> Lowered:
         *_contexts(plan),
         *_merge(_exchanges(plan)),
         *(op for op in _section_operations(plan, facts) if op.SENDS_ACTIVATIONS),
-        *_losses(plan),
     ]
     return _lower(plan, facts, (Stage(ops=tuple(ops)),))
 
@@ -146,7 +144,6 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
         *_merge(plan.compile),
         *units,
         *settings(plan, facts),
-        *_losses(plan),
         *_inputs(plan, facts),
         *_random_numbers(plan, facts),
         *_merge(optimize(plan, facts)),
@@ -243,13 +240,6 @@ def _rotary(plan: Plan, facts: Facts) -> Iterator[ShareLongestPosition]:
         parts = tuple(op.axis for op in _contexts(plan) if plan.mesh.size(op.axis) > 1)
         if axes or parts or plan.pipeline:
             yield ShareLongestPosition(axes=axes, parts=parts)
-
-
-def _losses(plan: Plan) -> Iterator[ChunkLoss]:
-    """The loss is computed per vocabulary shard over an axis of several ranks."""
-    for rule in plan.loss:
-        wide = (rule.axis,) if rule.axis and plan.mesh.size(rule.axis) > 1 else ()
-        yield replace(rule.op, modules=rule.modules, axes=wide, origin=rule.origin)
 
 
 def _sharding(plan: Plan, facts: Facts, holdings: Holdings) -> list[FullyShard] | list[Backend]:

@@ -24,6 +24,8 @@ from planc.lowering.step import (
     Sent,
     Step,
     again,
+    collective_kind,
+    gather_template,
     parameters_of,
 )
 from planc.model.facts import DTYPE_BYTES, Module, Modules, Parameter
@@ -33,9 +35,8 @@ from planc.ops.contract import Flow, Grad, Side, contract
 from planc.ops.expert_capacity import LimitExperts
 from planc.ops.expert_parallel import ALL_REDUCE, DispatchExperts
 from planc.ops.fsdp import FullyShard
-from planc.ops.layouts import Layout, Partial, Replicate, Shard
+from planc.ops.layouts import Partial, Replicate, Shard
 from planc.ops.lora import BASE_LAYER, Adapt
-from planc.ops.loss import ChunkLoss
 from planc.ops.optimizer import Optimize
 from planc.ops.pipeline import Pipeline
 from planc.ops.registry import AnyOp
@@ -87,8 +88,6 @@ def _collectives(op: AnyOp, step: Step) -> Iterator[Sent]:
             yield from again(_exchanges(op, step), _repeats(op, step))
         case LimitExperts():
             yield from again(_choices(op, step), _repeats(op, step))
-        case ChunkLoss():
-            yield from _loss(op, step)
         case DivideImages():
             yield from _images(op, step)
         case Pipeline():
@@ -141,7 +140,7 @@ def _sums(op: Parallelize) -> bool:
 def _before(op: Parallelize) -> bool:
     """Whether all that a style sends in a forward pass comes before its module runs."""
     made = contract(op.style)
-    return made.counted and not any(_kind(*flow.forward) for flow in made.gives)
+    return made.counted and not any(collective_kind(*flow.forward) for flow in made.gives)
 
 
 # Operations --------------------------------------------------------------------------------------
@@ -149,10 +148,13 @@ def _before(op: Parallelize) -> bool:
 
 def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
     # the loss runs in place of the head
-    heads = (loss.modules for loss in step.lowered.find_ops(ChunkLoss))
+    heads = step.lowered.loss_heads
     if not step.wide(op.axes) or any(op.modules.is_within(head) for head in heads):
         return
-    made, one = contract(op.style, op.modules.module.kind), _template(op, op.axes)
+    made, one = (
+        contract(op.style, op.modules.module.kind),
+        gather_template(op.WORD, op.modules, op.axes),
+    )
     runs = _runs(op, step)
     back, back_again = step.backward.inputs(op.modules), step.backward.outputs(op.modules)
     for flows, size, behind in zip(
@@ -160,10 +162,10 @@ def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
     ):
         for flow in flows:
             one = replace(one, size=step.size(step.chosen) if flow.routed else size)
-            if kind := _kind(*flow.forward):
+            if kind := collective_kind(*flow.forward):
                 sent = replace(one, kind=kind, times=len(op.modules) * step.passes * runs)
                 yield from again(iter([sent]), _repeats(op, step))
-            if (kind := _kind(*flow.backward)) and _sums_here(op, flow, step):
+            if (kind := collective_kind(*flow.backward)) and _sums_here(op, flow, step):
                 times = behind * step.passes * runs
                 yield replace(one, kind=kind, times=times, during=During.BACKWARD)
     if (made.sums or op.sums_all) and step.lowered.fsdp_units:
@@ -183,13 +185,12 @@ def _norms(op: Adapt, step: Step) -> Iterator[Sent]:
     """
     for one in step.lowered.styles if op.dora else ():
         if not _is_adapted(op, one) or not any(
-            _kind(*f.forward) for f in contract(one.style).gives
+            collective_kind(*f.forward) for f in contract(one.style).gives
         ):
             continue
         _, rows = _features(one)
         sent = replace(
-            _template(one, one.axes),
-            word=op.WORD,
+            gather_template(op.WORD, one.modules, one.axes),
             where=f"norms of {_layer(one)}",
             kind=REDUCE if _sums(one) else GATHER,
             times=len(one.modules) * step.passes,
@@ -237,7 +238,9 @@ def _images(op: DivideImages, step: Step) -> Iterator[Sent]:
     # the rows of a context axis are whole, of whose images those of a tensor axis have a run
     outer = any(other.parts for other in found if other is not op)
     size = step.size(1 if outer else step.lowered.sequence_parts, step.hidden)
-    one = replace(_template(op, (op.axis,)), times=step.passes * tensors, size=size)
+    one = replace(
+        gather_template(op.WORD, op.modules, (op.axis,)), times=step.passes * tensors, size=size
+    )
     yield one
     if op.parts and step.backward.count_trained(op.modules):
         yield replace(one, kind=EXCHANGE, during=During.BACKWARD)
@@ -253,20 +256,6 @@ def _replicated_bytes(op: Parallelize, style: Experts, step: Step) -> Iterator[i
     for own in op.modules.module.parameters:
         if own.trainable and own.name in stated and not isinstance(stated[own.name].layout, Shard):
             yield own.numel // ranks * step.width
-
-
-def _kind(before: Layout, after: Layout) -> str | None:
-    """The collective that brings a layout into another; None where each rank has what it needs."""
-    match before, after:
-        case Partial(), Replicate():
-            return REDUCE
-        case Partial(), Shard():
-            return SCATTER
-        case Shard(), Replicate():
-            return GATHER
-        case Shard(one), Shard(two) if one != two and {one, two} != {-1, 2}:
-            return EXCHANGE
-    return None
 
 
 def _sums_here(op: Parallelize, flow: Flow, step: Step) -> bool:
@@ -306,23 +295,6 @@ def _features(op: Parallelize) -> tuple[int | None, int | None]:
     shape = known.get("weight", (None, None))
     out, into = shape[::-1] if op.modules.module.kind in ("embedding", "conv1d") else shape
     return into, out
-
-
-def _template(
-    op: Parallelize | DispatchExperts | LimitExperts | ChunkLoss | DivideImages,
-    axes: tuple[str, ...],
-) -> Sent:
-    """A gather in the forward pass of modules, without its times and its size."""
-    return Sent(
-        word=op.WORD,
-        where=str(op.modules),
-        kind=GATHER,
-        axes=axes,
-        times=0,
-        size=None,
-        during=During.FORWARD,
-        modules=op.modules,
-    )
 
 
 def _sums_above(op: Parallelize, step: Step) -> bool:
@@ -371,7 +343,7 @@ def _gathered_again(op: FullyShard, step: Step) -> int:
 
 def _exchanges(op: DispatchExperts, step: Step) -> Iterator[Sent]:
     count, chosen = len(op.modules) * step.passes, step.chosen
-    forward = replace(_template(op, (op.axis,)), kind=EXCHANGE, times=count)
+    forward = replace(gather_template(op.WORD, op.modules, (op.axis,)), kind=EXCHANGE, times=count)
     into, out = (
         replace(forward, during=During.BACKWARD, times=reached(op.modules) * step.passes)
         for reached in (step.backward.inputs, step.backward.outputs)
@@ -419,19 +391,6 @@ def _choices(op: LimitExperts, step: Step) -> Iterator[Sent]:
     known = step.tokens is not None and step.chosen is not None
     size = 8 * (step.tokens or 0) * (step.chosen or 0) * step.lowered.axis_size(op.axis)
     times = len(op.modules) * step.passes
-    yield replace(_template(op, (op.axis,)), times=times, size=size if known else None)
-
-
-def _loss(op: ChunkLoss, step: Step) -> Iterator[Sent]:
-    if not op.axes:
-        return
-    one = replace(_template(op, op.axes), times=step.passes)
-    heads = [contract(o.style) for o in step.lowered.styles if op.modules.is_within(o.modules)]
-    states = step.size(step.hidden)
-    if any(_kind(*flow.forward) for head in heads for flow in head.takes):
-        yield replace(one, size=states)
-    yield replace(one, kind=REDUCE, size=states, during=During.BACKWARD)
-    # of each token three numbers in float32
-    ranks = step.lowered.axis_size(*op.axes)
-    size = None if step.tokens is None else 12 * ceil(step.tokens / op.chunks) * ranks
-    yield replace(one, where="each token", times=step.passes * op.chunks, size=size)
+    yield replace(
+        gather_template(op.WORD, op.modules, (op.axis,)), times=times, size=size if known else None
+    )

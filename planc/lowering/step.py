@@ -22,6 +22,7 @@ from planc.model.facts import DTYPE_BYTES, Modules
 from planc.ops.base import AxisRole, Op
 from planc.ops.context import ContextParallel
 from planc.ops.fsdp import FullyShard
+from planc.ops.layouts import Layout, Partial, Replicate, Shard
 from planc.ops.lowered import Lowered
 from planc.ops.pipeline import TERMS
 
@@ -231,6 +232,34 @@ def _fitting(step: Step, role: AxisRole) -> str:
     ]
     nearest = min(fitting, key=lambda n: (abs(n - pipeline.microbatches), -n), default=None)
     return f"`microbatches = {nearest}` fits; or " if nearest else ""
+
+
+def gather_template(word: str, modules: Modules, axes: tuple[str, ...]) -> Sent:
+    """An all-gather of an operation in the forward pass of modules, without times and size."""
+    return Sent(
+        word=word,
+        where=str(modules),
+        kind=GATHER,
+        axes=axes,
+        times=0,
+        size=None,
+        during=During.FORWARD,
+        modules=modules,
+    )
+
+
+def collective_kind(before: Layout, after: Layout) -> str | None:
+    """The collective that brings a layout into another; None where each rank has what it needs."""
+    match before, after:
+        case Partial(), Replicate():
+            return REDUCE
+        case Partial(), Shard():
+            return SCATTER
+        case Shard(), Replicate():
+            return GATHER
+        case Shard(one), Shard(two) if one != two and {one, two} != {-1, 2}:
+            return EXCHANGE
+    return None
 
 
 def parameters_of(modules: Modules) -> Iterator[Any]:

@@ -357,6 +357,11 @@ class Op:
         return ()
 
     @property
+    def loss_modules(self) -> tuple[Modules, ...]:
+        """The modules in which the operation computes the loss; they return no logits."""
+        return ()
+
+    @property
     def short_name(self) -> str:
         """The name in a profile and in a picture."""
         return self.WORD

@@ -14,6 +14,7 @@ from typing import Annotated, TypeVar
 from planc.diagnostics.diagnostic import Diagnostic, Label
 from planc.diagnostics.notebook import InNotebooks
 from planc.diagnostics.source import NOWHERE
+from planc.model.facts import Modules
 from planc.ops import base
 from planc.ops.activation_checkpoint import Checkpoint, checkpoints
 from planc.ops.backend import Backend
@@ -159,6 +160,11 @@ class Lowered(InNotebooks):
     def checkpoint_ops(self) -> tuple[Checkpoint, ...]:
         """The operations whose modules are computed again in the backward pass."""
         return checkpoints(self.ops)
+
+    @property
+    def loss_heads(self) -> tuple[Modules, ...]:
+        """The modules that compute the loss, and return no logits."""
+        return tuple(modules for op in self.ops for modules in op.loss_modules)
 
     @property
     def fsdp_units(self) -> list[FullyShard]:

@@ -19,7 +19,6 @@ from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, FullyShard, Prefetch
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
-from planc.ops.loss import ChunkLoss
 from planc.ops.optimizer import Optimize
 from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
@@ -63,7 +62,6 @@ AnyOp = Annotated[
     | Backend
     | Divide
     | Prefetch
-    | ChunkLoss
     | DivideImages
     | ShareTower
     | ShareLongestPosition

@@ -265,7 +265,7 @@ def _judge_all(
     assert compiled.plan is not None
     first: tuple[Outcome, SmallCase | Unrepresented] | None = None
     plan, mesh = compiled.plan, compiled.plan.mesh
-    alone = [dict.fromkeys(mesh.names, 1)] if plan.loss else []
+    alone = [dict.fromkeys(mesh.names, 1)] if plan.loss_rules else []
     for found in [*simulated_sizes(mesh.axes, split, passes_on(plan), pairs(plan))] or alone:
         sizes = for_timetable(found, plan)
         small = small_case(compiled, with_experts(sizes, mesh))
@@ -299,6 +299,7 @@ def _draws(
         yield SectionVerdict(name=name, verdict=verdict, by=by, reason=outcome.reason)
 
 
+_VERDICT_NAMES = Hook[Callable[[Plan], Iterator[str]]]("proof", "verdict_names")
 _REPORT = Hook[Callable[[Outcome, Plan, Sink, bool], None]]("proof", "report")
 
 
@@ -451,8 +452,8 @@ def _sections(
             section = replace(section, verdict="unknown", reason=wrong)
         yield section
     yield from _of_model_axes(lowered, outcome, small)
-    for rule in ir.loss:
-        yield made(name=f"loss on {rule.axis}" if rule.axis else "loss")
+    for names in _VERDICT_NAMES.find_all(ir.sections):
+        yield from (made(name=name) for name in names(ir))
     if ir.fsdp is not None and lowered.fsdp_units:
         kind = "fsdp" if ir.fsdp.shard else "replicate"
         axes = ir.fsdp.shard or ir.fsdp.replicate

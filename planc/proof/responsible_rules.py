@@ -20,7 +20,7 @@ def rule_labels(name: str, plan: Plan) -> Iterator[Label]:
     Args:
         name: the torch name of a module of the plan's model; empty for the model.
     """
-    known = [(r.modules, r.origin) for r in plan.loss]
+    known = [(r.modules, r.origin) for r in plan.loss_rules]
     known += [(r.modules, r.origin) for r in plan.experts]
     known += [(r.modules, r.origin) for r in (*plan.tensor, *styles(plan))]
     direct = _direct(name, known)

@@ -5,6 +5,7 @@ lowering drops because they have no effect, and the text of each line.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
 from itertools import pairwise
 from math import prod
 
@@ -117,7 +118,7 @@ class _Question:
             if self.shard and not self.ignored and self.shard in self.lowered.ops
             else None,
             training=tuple(self._training()),
-            sections={name: tuple(self._section_reasons(name)) for name in self.lowered.sections},
+            sections=dict(self._section_reasons()),
             towers=tuple(self._decisions("towers", "images")),
             draws=tuple(self._decisions("draws")),
             ties=tuple(self._decisions("tie")),
@@ -163,8 +164,13 @@ class _Question:
         for word in words:
             yield from self._reasons(op for op in self.lowered.ops if word == op.WORD)
 
-    def _section_reasons(self, name: str) -> Iterator[Reason]:
-        return self._reasons(op for op in self.lowered.ops if name == op.SECTION)
+    def _section_reasons(self) -> Iterator[tuple[str, tuple[Reason, ...]]]:
+        """The reasons of each section that is no field of the answer."""
+        known = {field.name for field in fields(Reasons)}
+        for name in self.lowered.sections:
+            if name not in known:
+                ops = (op for op in self.lowered.ops if name == op.SECTION)
+                yield name, tuple(self._reasons(ops))
 
     def _reasons(self, ops: Iterable[AnyOp]) -> Iterator[Reason]:
         for op in ops:

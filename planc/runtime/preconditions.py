@@ -13,18 +13,17 @@ from torch import distributed, nn
 from planc.diagnostics.diagnostic import Diagnostic, Label, PlanError, Severity, one_of
 from planc.model.facts import Modules, below
 from planc.model.module_table import already_parallel
-from planc.model.own_code import replaced_loss
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import Op
 from planc.ops.call import Context, modules_of
 from planc.ops.compile import Compile
 from planc.ops.lora import MAGNITUDE, Adapt
-from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
 from planc.runtime.calls import import_error
 from planc.runtime.meshes import start
 from planc.runtime.standalone.pipeline import Stages
 from planc.runtime.standalone.shards import is_adapter
+from planc.sections import Hook
 
 _log = logging.getLogger("planc")
 
@@ -144,6 +143,11 @@ def _world(lowered: Lowered) -> Iterator[Diagnostic]:
     )
 
 
+_MODEL_PROBLEMS = Hook[Callable[[nn.Module, Lowered], Iterator[Diagnostic]]](
+    "runtime", "model_problems"
+)
+
+
 def _fits(
     model: nn.Module, lowered: Lowered, modules: dict[str, nn.Module]
 ) -> Iterator[Diagnostic]:
@@ -163,16 +167,10 @@ def _fits(
             help = 'build the model inside `with torch.device("meta"):`'
             yield problem("PL474", message, help=help)
             return
-    for chunked in lowered.find_ops(ChunkLoss):
-        if name := replaced_loss(model):
-            yield problem(
-                "PL557",
-                f"the loss of this model is `{name}`, and the plan would compute the cross entropy "
-                f"of the next tokens in its place ({chunked.place})",
-                help="remove the loss section (`loss_chunks = 0` in a shipped plan); its "
-                "`label_smoothing` and `z_loss` are what it can add",
-            )
-            return
+    asked = _MODEL_PROBLEMS.find_all(lowered.sections)
+    if found := [one for problems in asked for one in problems(model, lowered)]:
+        yield from found
+        return
     modules = {**modules, **dict(_inside_adapters(lowered, modules))}
     context = lowered.context()
     for op in lowered.ops:

@@ -86,6 +86,7 @@ FOLDER = Path(__file__).parent
 NAMES = (
     "matmul",
     "checkpoint",
+    "loss",
     "serve",
 )  # fmt: skip
 BACKENDS = {"megatron": "megatron_fsdp"}

@@ -12,7 +12,6 @@ from planc.compat.names import missing_name
 from planc.diagnostics.diagnostic import PlanError, first_line
 from planc.model.facts import below
 from planc.ops import styles as ir
-from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
 from planc.ops.towers import DivideImages
 from planc.simulate import observed_layouts
@@ -149,7 +148,7 @@ def _loss_alone(runs: Runs, limit: float) -> bool:
 
 def _head(runs: Runs) -> str:
     """The module whose loss is computed in chunks, which hides its logits; empty for none."""
-    heads = (op.modules for op in runs.lowered.find_ops(ChunkLoss))
+    heads = runs.lowered.loss_heads
     return next((name for modules in heads for name in modules.names()), "")
 
 

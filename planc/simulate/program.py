@@ -8,30 +8,28 @@ clipping; then the second; then the parameters are compared.
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import cross_entropy, pad
 
 from planc.ops.base import Op
 from planc.ops.documents import parts_reset
 from planc.ops.expert_capacity import LimitExperts
-from planc.ops.loss import ChunkLoss
 from planc.ops.lowered import Lowered
 from planc.ops.optimizer import Optimize
+from planc.ops.registry import AnyOp
 from planc.runtime.collectives import named_modules
 from planc.runtime.run import Run
 from planc.runtime.sharded_tensors import sharded_like
 from planc.runtime.standalone.documents import reset_states
 from planc.runtime.standalone.expert_capacity import limit_experts
 from planc.runtime.standalone.kept_states import state_values
-from planc.runtime.standalone.loss import IGNORED
 from planc.runtime.standalone.optimizer import PlannedOptimizer, planned_optimizer
 from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.shards import in_own_order, rank_orders, select_ranges, slices_of
+from planc.sections import Hook
 from planc.simulate.batches import COUNT, Batches
 from planc.simulate.coupled_rows import UnevenUse, UsedParameters, coupling_module
 from planc.simulate.numerics import FLOOR, full_copy, gradient_scale, parameters_by_name, relative
@@ -162,7 +160,7 @@ def train_single(
     reference.before, used = _parameters_of(_changes, model, optimizer), UsedParameters()
     parts, each = _microbatches(lowered, batches)
     share = gradient_scale(lowered) / batches.ranks * each
-    heads = lowered.find_ops(ChunkLoss)
+    heads = lowered.loss_heads
     _as_planned(model, lowered)
     for number, step in enumerate(batches.steps):
         for at, one in enumerate(step):
@@ -484,10 +482,14 @@ def _require_finite(found: Reference) -> None:
             raise SingleError(f"{name} is not finite in one process")
 
 
+_CHANGE_REFERENCE = Hook[Callable[[nn.Module, AnyOp], None]]("runtime", "change_reference")
+
+
 def _as_planned(model: nn.Module, lowered: Lowered) -> None:
     """Gives a plain model what the plan changes of its numbers."""
-    for op in lowered.find_ops(ChunkLoss):
-        with_terms(model, op)
+    for op in lowered.ops:
+        if change := _CHANGE_REFERENCE.find(op.SECTION):
+            change(model, op)
     reset_states(model, *parts_reset(lowered.ops))
     limit_whole_rows(model, lowered.ops)
 
@@ -498,28 +500,3 @@ def limit_whole_rows(model: nn.Module, ops: Iterable[Op]) -> None:
         if isinstance(op, LimitExperts):
             modules = [model.get_submodule(name) for name in op.modules.names()]
             limit_experts(model, modules, **op.settings)
-
-
-def with_terms(model: nn.Module, op: ChunkLoss) -> None:
-    """Gives a plain model the loss that the plan asks for; its own, where nothing is added."""
-    if op.label_smoothing or op.z_loss:
-        model.loss_function = partial(_loss, op.label_smoothing, op.z_loss)
-
-
-def _loss(  # noqa: PLR0917, as transformers calls it
-    smoothing: float,
-    z_loss: float,
-    logits: Tensor,
-    labels: Tensor,
-    num_items_in_batch: Tensor | None = None,
-    shift_labels: Tensor | None = None,
-    **_: Any,
-) -> Tensor:
-    if shift_labels is None:
-        shift_labels = pad(labels, (0, 1), value=IGNORED)[..., 1:]
-    logits, wanted = logits.float().flatten(0, -2), shift_labels.reshape(-1)
-    counted = wanted != IGNORED
-    losses = cross_entropy(logits, wanted, label_smoothing=smoothing, reduction="none")
-    losses = losses + z_loss * torch.logsumexp(logits, -1).square() * counted
-    items = counted.sum() if num_items_in_batch is None else num_items_in_batch
-    return losses.sum() / items

@@ -30,6 +30,11 @@ KNOWN = {
         7,
     ),
     "serve": (r"Serving|serving_of|engine_side|[`\"]serve[`\"] section", 2),
+    "loss": (
+        r"ChunkLoss|ChunkedLoss|chunk_loss|LOSS_CHUNKS|[`\"]loss[`\"] section|loss sections?\b"
+        r"|loss in chunks",
+        6,
+    ),
 }
 """By section: its names and words, and the number of files outside of its folder that have one.
 The number only falls, and is at most 8. `checkpoint` is not in the table: estimates, sends and

@@ -22,7 +22,6 @@ from planc.diagnostics.diagnostic import Sink
 from planc.model.sources.diffusers import normal
 from planc.ops.document import digest, loads
 from planc.ops.documents import parts_reset
-from planc.ops.loss import ChunkLoss
 from planc.ops.optimizer import Optimize
 from planc.proxy.diffusers_model import DiffusersBuilder
 from planc.proxy.input_search import BatchShape
@@ -33,11 +32,12 @@ from planc.runtime.standalone.documents import reset_states
 from planc.runtime.standalone.images import placeholders
 from planc.runtime.standalone.optimizer import planned_optimizer
 from planc.runtime.standalone.shards import in_own_order, plain_name, rank_orders
+from planc.sections.loss.ops import ChunkLoss
+from planc.sections.loss.runtime import change_reference
 from planc.sections.matmul.ops import LowPrecision
 from planc.simulate import worker
 from planc.simulate.launcher import Job
 from planc.simulate.numerics import for_trial, in_float64
-from planc.simulate.program import with_terms
 from planc.simulate.trial_part import trial_part, with_random_adapters
 
 PADS = 2
@@ -175,9 +175,9 @@ def reference(model, right, changes, script):
     lowered, loop = read(right), script_of(script)
     made = exact(silent_scripts.Script().build(model, json.loads(changes)), lowered)
     loop.prepare(made)
-    losses = [op for op in lowered.ops if isinstance(op, ChunkLoss)]
+    losses = lowered.find_ops(ChunkLoss)
     for op in losses:
-        with_terms(made, op)
+        change_reference(made, op)
     made = apply_for_reference(made, lowered)
     reset_states(made, *parts_reset(lowered.ops))
     found = trained_alone(made, lowered, loop)

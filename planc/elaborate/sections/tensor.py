@@ -30,7 +30,6 @@ _EXAMPLES = {
     "compile": "model.layers.* : block",
     "train": "model.layers.* : frozen",
     "expert": "model.layers.*.mlp.experts : dispatch(all_to_all)",
-    "loss": "lm_head : cross_entropy(chunks = 8)",
     "optimizer": "model.layers.*.mlp.*_proj : muon",
     "adapters": "model.layers.*.self_attn.q_proj : lora(rank = 16)",
     **{name: section.example for name, section in SECTIONS.items()},

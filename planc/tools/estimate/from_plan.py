@@ -38,7 +38,7 @@ from planc.tools.estimate.profiles import Stack
 from planc.tools.estimate.tensor_split import (
     PartSplit,
     below,
-    chunk_passes,
+    gradient_passes,
     logit_copies,
     recompute_of,
     unsplit,
@@ -453,7 +453,7 @@ class PlanWork:
         own = (h.unit for h in inside if h.unit is not None and not self._is_separate(h.unit))
         unit = next(own, None)
         last = bool(part.products) and not part.at
-        if not part.at and self.plan.loss:  # the loss keeps no logits
+        if not part.at and self.plan.loss_rules:  # the loss keeps no logits
             part = replace(part, saved=tuple(s for s in part.saved if s.module))
         split = PartSplit(self, part, name)
         rule, sent = self._checkpoint(name), split.collectives(stage)
@@ -465,7 +465,7 @@ class PlanWork:
             matmuls=matmuls,
             uneven=sum(m.flops for m in matmuls) - sum(m.flops for m in split.matmuls(1.0)),
             attention=tuple(split.attention()),
-            moved=split.moved() + (chunk_passes(self.plan) if last else 0.0),
+            moved=split.moved() + (gradient_passes(self.plan) if last else 0.0),
             kernels=len(part.moved) + len(part.products) + len(part.attended),
             kept=split.kept(),
             kept_selective=split.selective(rule),
@@ -480,7 +480,7 @@ class PlanWork:
             repeated=None if rule and rule.save else sent[During.REPEATED],
             lookup=counted is not None and not part.at and not part.products,
             loss=last,
-            at_once=bool(self.plan.loss),
+            at_once=bool(self.plan.loss_rules),
             recompute=recompute_of(rule),
             parked=rule is not None and rule.offload,
             away=split.away(rule),

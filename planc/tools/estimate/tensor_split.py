@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import compress
 from math import ceil, prod
 from typing import Protocol
 
 from planc.ir.experts import dividing
-from planc.ir.nodes import ExpertRule, LossRule, Plan, TensorRule
+from planc.ir.nodes import ExpertRule, Plan, TensorRule
 from planc.lowering.context_sends import attending
 from planc.lowering.memory import Holding
 from planc.lowering.step import EXCHANGE, During, Sent, Step
@@ -21,6 +21,7 @@ from planc.ops.context import Attend
 from planc.ops.contract import Contract, Side, contract
 from planc.ops.expert_parallel import ALL_REDUCE
 from planc.ops.layouts import Replicate, Shard
+from planc.sections import Hook
 from planc.simulate.call_table import CallTable
 from planc.tools.estimate.counted import Part
 from planc.tools.estimate.formats import formats
@@ -354,42 +355,22 @@ class PartSplit:
         return sent.times // (step.passes * layers)
 
 
+_LOGIT_COPIES = Hook[Callable[[Plan, int, int], float]]("estimate", "logit_copies")
+_GRADIENT_PASSES = Hook[Callable[[Plan], float]]("estimate", "gradient_passes")
+
+
 def logit_copies(plan: Plan, logits: int, width: int, transient: float) -> float:
     """Bytes of logits beside what is kept for backward; `width` of an activation's element,
     `transient` copies of whole logits.
-
-    A loss in chunks has those of two chunks in the compute dtype and in float32, and sums the
-    gradients of the head's weight and input in float32, which it casts at the end beside the
-    last chunk's (`planc.runtime.standalone.loss`; measured on an H100 within 2 %).
     """
-    if not plan.loss:
+    if not plan.loss_rules:
         return logits * transient
-    rule, weight = _loss_head(plan)
-    vocabulary, features = rule.modules.module.parameters[0].shape
-    chunk = logits / rule.op.chunks * weight / (vocabulary * features)
-    trained = weight * rule.modules.module.parameters[0].trainable
-    gradients = trained + logits / vocabulary * features
-    last = width * gradients + (4 + width) * chunk
-    return 4 * gradients + max((12 if rule.op.chunks > 1 else 8) * chunk, last)
+    return sum(copies(plan, logits, width) for copies in _LOGIT_COPIES.find_all(plan.sections))
 
 
-def _loss_head(plan: Plan) -> tuple[LossRule, float]:
-    """The rule of the loss in chunks, and the elements of its head's weight on one rank."""
-    rule = plan.loss[0]
-    ranks = plan.mesh.size(rule.axis) if rule.axis else 1
-    vocabulary, features = rule.modules.module.parameters[0].shape
-    return rule, -(-vocabulary // ranks) * features
-
-
-def chunk_passes(plan: Plan) -> float:
-    """A third of the bytes that a loss in chunks moves for the gradient of the head's weight:
-    backward counts the other two. Each chunk writes, reads and adds a gradient; it is zeroed
-    before, and cast and scaled after.
-    """
-    if not plan.loss:
-        return 0.0
-    rule, weight = _loss_head(plan)
-    return (12 * rule.op.chunks + 14) * weight / 3
+def gradient_passes(plan: Plan) -> float:
+    """Bytes that a section moves for the gradient of the head's weight in a forward pass."""
+    return sum(passes(plan) for passes in _GRADIENT_PASSES.find_all(plan.sections))
 
 
 def unsplit(holding: Holding) -> int:

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import OMIT, Axes, AxisSizes, Form, Op, Phase, Positive, Size
+from planc.ops.base import OMIT, Axes, AxisSizes, Form, Phase, Positive, Size
 from planc.ops.call import (
     MODEL,
     Context,
@@ -19,12 +19,13 @@ from planc.ops.call import (
 )
 from planc.ops.claims import CallClaim, ObservedCall, module_claim
 from planc.ops.decisions import Decision, Question, decision_on
+from planc.ops.registry import SectionOp
 
 Fraction = Annotated[int | float, Form({"type": "number", "minimum": 0, "maximum": 1})]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkLoss(Op):
+class ChunkLoss(SectionOp):
     """Computes the loss of labeled tokens in the head, so that whole logits never exist.
 
     Args:
@@ -44,12 +45,18 @@ class ChunkLoss(Op):
     label_smoothing: Fraction = field(default=0.0, metadata=OMIT)
     z_loss: Fraction = field(default=0.0, metadata=OMIT)
 
+    SECTION: ClassVar = "loss"
+    SENDS_ACTIVATIONS: ClassVar = True
     KIND: ClassVar[str] = "chunk_loss"
     SCRIPT: ClassVar = ScriptFunction("chunk_losses", "Computes the loss in chunks of tokens.")
 
     @property
     def communication_axes(self) -> tuple[str, ...]:
         return self.axes
+
+    @property
+    def loss_modules(self) -> tuple[Modules, ...]:
+        return (self.modules,)
 
     @property
     def traced_modules(self) -> tuple[Modules, ...]:
@@ -84,3 +91,6 @@ class ChunkLoss(Op):
         split = f"vocabulary sharded over {phrases.axes(self.axes, mesh)}, " if self.axes else ""
         more = "".join(f", {name} = {value:g}" for name, value in self._terms())
         return f"cross entropy, {split}chunks = {self.chunks}{more}"
+
+
+KINDS = (ChunkLoss,)

@@ -2,17 +2,18 @@
 
 from planc.checks.queries import active, sharding_rules, unit_of
 from planc.diagnostics.diagnostic import Label, Sink
-from planc.ir.nodes import LossRule, Plan, TensorRule
+from planc.ir.nodes import Plan, TensorRule
 from planc.model.facts import Facts
 from planc.ops import phrases
 from planc.ops.styles import Colwise, Replicate, Rowwise, style_name
+from planc.sections.loss.ops import ChunkLoss
 
 
-def loss_head(plan: Plan, facts: Facts, sink: Sink) -> None:
+def check(plan: Plan, facts: Facts, sink: Sink) -> None:
     """A loss in chunks multiplies by the head's weight itself, so that weight must be plain, and
     the head must return a tensor that is equal on all ranks.
     """
-    for rule in plan.loss if "loss" not in plan.broken else ():
+    for rule in plan.sections["loss"] if "loss" not in plan.broken else ():
         reason = _not_a_head(rule, plan)
         if reason is not None:
             message, *labels = reason
@@ -28,13 +29,14 @@ def loss_head(plan: Plan, facts: Facts, sink: Sink) -> None:
             _split(rule, plan, sink)
 
 
-def _not_a_head(rule: LossRule, plan: Plan) -> tuple[str, *tuple[Label, ...]] | None:
+def _not_a_head(rule: ChunkLoss, plan: Plan) -> tuple[str, *tuple[Label, ...]] | None:
     """The reason why the loss cannot be computed in these modules, and the lines at fault."""
     name = f"`{rule.modules}`"
     if rule.modules.module.kind != "linear" or len(list(rule.modules.names())) > 1:
         return (f"{name} is not one linear layer",)
-    if len(plan.loss) > 1:
-        others = (Label(span=r.origin, text="another head") for r in plan.loss if r is not rule)
+    if len(plan.sections["loss"]) > 1:
+        other = (r for r in plan.sections["loss"] if r is not rule)
+        others = (Label(span=r.origin, text="another head") for r in other)
         return "a model has one loss, so one head", *others
     for adapter in plan.adapters.rules if plan.adapters else ():
         if adapter.modules.overlap(rule.modules):
@@ -47,7 +49,7 @@ def _not_a_head(rule: LossRule, plan: Plan) -> tuple[str, *tuple[Label, ...]] | 
     return _rounding_unit(rule, plan)
 
 
-def _rounding_unit(rule: LossRule, plan: Plan) -> tuple[str, Label] | None:
+def _rounding_unit(rule: ChunkLoss, plan: Plan) -> tuple[str, Label] | None:
     """The unit that rounds what the head returns, which is a loss."""
     precision = plan.fsdp.policy(unit_of(plan, rule.modules)) if plan.fsdp else None
     if precision is None or precision.output in (None, "float32"):
@@ -56,9 +58,8 @@ def _rounding_unit(rule: LossRule, plan: Plan) -> tuple[str, Label] | None:
     return f"the unit of `{rule.modules}` rounds its loss", label
 
 
-def _split(rule: LossRule, plan: Plan, sink: Sink) -> None:
-    size = plan.mesh.size(rule.axis) if rule.axis else 1
-    wanted = rule.axis if size > 1 else None
+def _split(rule: ChunkLoss, plan: Plan, sink: Sink) -> None:
+    wanted = next((axis for axis in rule.axes if plan.mesh.size(axis) > 1), None)
     styles = [r for r in sharding_rules(active(plan)) if r.modules.overlap(rule.modules)]
     if not styles and wanted is None:
         return

@@ -1,12 +1,13 @@
 """The loss section -> the head whose loss is computed in chunks of tokens."""
 
+from dataclasses import replace
+
 from planc.elaborate.call_arguments import Arguments
 from planc.elaborate.program import Program
 from planc.elaborate.rule_conflicts import Claims
 from planc.elaborate.sections.tensor import modules_of, rules_of
-from planc.ir.nodes import LossRule
 from planc.model.logits import scale_of, softcap_of
-from planc.ops.loss import ChunkLoss
+from planc.sections.loss.ops import ChunkLoss
 from planc.syntax import ast
 
 _ACTION = "cross_entropy"
@@ -15,9 +16,9 @@ _FRACTION = ("a number from 0 to 1", lambda value: 0 <= value <= 1)
 _TERMS = ("chunks", "scale", "softcap", "label_smoothing", "z_loss")
 
 
-def loss(program: Program) -> tuple[LossRule, ...]:
-    """The rules of the loss sections, in the plan's order."""
-    claims: Claims[LossRule | None] = Claims(program.sink)
+def read(program: Program) -> tuple[ChunkLoss, ...]:
+    """The rules of the loss sections, in the plan's order; the axis of each may have one rank."""
+    claims: Claims[ChunkLoss | None] = Claims(program.sink)
     for section in program.sections_named("loss"):
         # the axis that shards the vocabulary; a section without one needs none
         axes = (*section.axes, *section.replicate)
@@ -25,11 +26,11 @@ def loss(program: Program) -> tuple[LossRule, ...]:
             message = "a loss section works over one axis of the mesh"
             help = "write `loss on tp {`, or `loss {` where the vocabulary is not sharded"
             program.sink.error("PL305", message, section.name_origin, help=help)
-        axis = axes[0].path if axes else None
+        axis = tuple(name.path for name in axes[:1])
         for rule, placed in rules_of(section, (_ACTION,), "loss", program):
             found, op = modules_of(rule, placed, program.scope), _op(rule.action, program)
             if op is not None:
-                made = LossRule(modules=op.modules, op=op, axis=axis, origin=rule.origin)
+                made = replace(op, axes=axis, origin=rule.origin)
                 claims.add(found, "loss", made, rule.origin, override=rule.override)
     return claims.rules()
 
