@@ -48,7 +48,6 @@ RULES: tuple[Check, ...] = (
     units.blocks_without_unit,
     units.unreduced_gradients,
     parameters.ignored_parameters,
-    parameters.freezing,
     precision.mixed_dtypes,
     precision.optimizer_precision,
     precision.unscaled_gradients,

@@ -47,7 +47,6 @@ def adapters(plan: Plan, facts: Facts, sink: Sink) -> None:
         if rule.adapt.dora:
             _dora(rule, plan, sink)
     _check_own_units(plan.adapters, plan, sink)
-    _frozen(plan.adapters, plan, sink)
     if "tensor" not in plan.broken:
         for rule, base, part in adapted_tensor_rules(plan):
             if ranks(plan, base) > 1 and rule.modules.module.kind in KINDS:
@@ -88,7 +87,8 @@ def _experts(rule: AdapterRule, sink: Sink) -> bool:
 
 def _dora(rule: AdapterRule, plan: Plan, sink: Sink) -> None:
     """PL180 where DoRA is of an embedding, or of a layer that trains itself."""
-    trained = next((t for t in plan.train if t.trainable and t.modules.overlap(rule.modules)), None)
+    trains = (own for own in plan.freezes if own.trainable)
+    trained = next((t for t in trains if t.modules.overlap(rule.modules)), None)
     if rule.modules.module.kind == "embedding":
         sink.error(
             "PL180",
@@ -145,19 +145,6 @@ def _check_own_units(section: Adapters, plan: Plan, sink: Sink) -> None:
                 Label(span=section.units_origin, text="requested here"),
                 facts=[fact],
                 help="write `units = with_layer`",
-            )
-
-
-def _frozen(section: Adapters, plan: Plan, sink: Sink) -> None:
-    for rule in plan.train:
-        if not rule.trainable:
-            sink.error(
-                "PL188",
-                f"`{rule.modules}` is already frozen by the adapters section",
-                rule.origin,
-                Label(span=section.origin, text="adapters; all other parameters are frozen"),
-                facts=["the rule would freeze the adapters inside, too"],
-                help="remove the rule",
             )
 
 

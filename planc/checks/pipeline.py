@@ -86,7 +86,7 @@ def _without_training(plan: Plan, facts: Facts, op: Pipeline) -> Iterator[tuple[
     list.
     """
     section = plan.adapters if plan.adapters and plan.adapters.rules else None
-    if section is None and not plan.train:
+    if section is None and not plan.freezes:
         return
     trained = [own.modules for own in owned_modules(plan, facts) if own.has_trainable]
     for stage in range(op.stages):
@@ -97,7 +97,8 @@ def _without_training(plan: Plan, facts: Facts, op: Pipeline) -> Iterator[tuple[
             yield text, section.origin, "adapt layers of every stage"
         else:
             text = f"stage {stage} has nothing to train: all of its parameters are frozen"
-            yield text, plan.train[0].origin, f"train a part of every stage, or set `{op.axis} = 1`"
+            help = f"train a part of every stage, or set `{op.axis} = 1`"
+            yield text, plan.freezes[0].origin, help
 
 
 def _unsupported_features(plan: Plan, op: Pipeline) -> Iterator[tuple[str, Span, str]]:

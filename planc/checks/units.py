@@ -248,6 +248,6 @@ def _skipped_units(units: tuple[Modules, ...], plan: Plan, facts: Facts) -> Modu
 def _frozen(gap: Modules, plan: Plan) -> list[Label]:
     return [
         Label(span=rule.origin, text="frozen")
-        for rule in plan.train
+        for rule in plan.freezes
         if not rule.trainable and (gap.is_within(rule.modules) or rule.modules.is_within(gap))
     ]

@@ -19,7 +19,6 @@ from planc.elaborate.sections.load import load
 from planc.elaborate.sections.optimizer import optimizer
 from planc.elaborate.sections.pipeline import pipeline
 from planc.elaborate.sections.tensor import tensor
-from planc.elaborate.sections.train import train
 from planc.ir.mesh_axes import DERIVED, EXPERT_TENSOR, EXPERTS, expand_axes, role_of, valid_axes
 from planc.ir.nodes import Mesh, Plan
 from planc.model.facts import Facts
@@ -34,7 +33,6 @@ SECTIONS = (
     "tensor",
     "adapters",
     *NAMES,
-    "train",
     "compile",
     "fsdp",
     "replicate",
@@ -98,7 +96,6 @@ def elaborate(
         sequence=sequence,
         images=(*images, *(rule.images for rule in parts if rule.images)),
         compile=part("compile", lambda: compile_rules(program)),
-        train=part("train", lambda: train(program)),
         fsdp=part("fsdp", lambda: fsdp(program)),
         context=parts,
         attention=exchanges,

@@ -25,7 +25,7 @@ from planc.ops.context import Attend, ContextParallel
 from planc.ops.contract import Split, weight_split
 from planc.ops.expert_capacity import PROBS
 from planc.ops.expert_parallel import Dispatch
-from planc.ops.freeze import Freeze
+from planc.ops.freeze import Freeze, freezes
 from planc.ops.fsdp import Divide, Prefetch
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
@@ -450,7 +450,6 @@ Ruled = TypeVar(
     "Ruled",
     TensorRule,
     Compile,
-    Freeze,
     ExpertRule,
     AdapterRule,
     Ignored,
@@ -459,7 +458,7 @@ Ruled = TypeVar(
 )
 """A node that one line decides for its `modules`."""
 
-_RULES = ("tensor", "compile", "train", "attention", "experts", "optimizer")
+_RULES = ("tensor", "compile", "attention", "experts", "optimizer")
 """The fields of a plan that are rules for modules, except `sections`."""
 
 
@@ -476,7 +475,6 @@ class Plan(Meaning):
         draws: lines of the model's code, besides nn.Dropout, that draw random numbers.
         context: the axes whose ranks have parts of each sequence.
         attention: modules in which these exchange otherwise than in others.
-        train: what the train sections freeze or unfreeze, outer modules first.
         sections: the rules for modules of sections that are folders, by name.
         replaced: rules of these sections that others were chosen for, after the checks.
         adapted: whether the model's facts already have the adapters and the dtypes of `load`.
@@ -495,7 +493,6 @@ class Plan(Meaning):
     sections: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     replaced: tuple[Any, ...] = ()
     compile: tuple[Compile, ...] = ()
-    train: tuple[Freeze, ...] = ()
     fsdp: Fsdp | None = None
     context: tuple[ContextRule, ...] = ()
     attention: tuple[Attend, ...] = ()
@@ -507,15 +504,24 @@ class Plan(Meaning):
     broken: frozenset[str] = frozenset()
 
     @property
+    def _section_rules(self) -> Iterator[Any]:
+        """The rules of all sections that are folders."""
+        return (rule for rules in self.sections.values() for rule in rules)
+
+    @property
     def checkpoint_rules(self) -> tuple[Checkpoint, ...]:
         """The rules whose modules are computed again in the backward pass."""
-        return checkpoints(rule for rules in self.sections.values() for rule in rules)
+        return checkpoints(self._section_rules)
+
+    @property
+    def freezes(self) -> tuple[Freeze, ...]:
+        """The rules that set which parameters train, outer modules first."""
+        return freezes(self._section_rules)
 
     @property
     def loss_rules(self) -> tuple[Any, ...]:
         """The rules in whose modules the loss is computed: they return no logits."""
-        rules = (rule for rules in self.sections.values() for rule in rules)
-        return tuple(rule for rule in rules if getattr(rule, "loss_modules", ()))
+        return tuple(rule for rule in self._section_rules if getattr(rule, "loss_modules", ()))
 
     def with_recomputed(self, rules: tuple[Checkpoint, ...]) -> Plan:
         """The plan with other rules in the section that recomputes modules."""

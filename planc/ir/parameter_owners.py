@@ -54,7 +54,7 @@ def _find_owners(plan: Plan, facts: Facts) -> Iterator[Owned]:
     spreads = [(s.modules, s) for s in plan.fsdp.spreads] if plan.fsdp else []
     placed: list[tuple[Modules, Unit | SpreadRule]] = inner_first([*members, *spreads])
     kept = inner_first([(i.modules, i) for i in ignored])
-    trained = inner_first([(t.modules, t) for t in plan.train])
+    trained = inner_first([(t.modules, t) for t in plan.freezes])
     for modules in facts.model.below():
         if not modules.module.parameters:
             continue

@@ -130,7 +130,6 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
     tensor = [r for r in tensor if r not in inside]
     ops: list[AnyOp] = [
         *_on_model(plan, facts, adapters),
-        *_section_operations(plan, facts),
         *_merge(_parallelize(_order([*_on_layers(tensor, plan), *derived]), plan)),
         *_ties(facts, tensor, plan),
         *_merge(dispatch_operations(plan)),
@@ -138,7 +137,7 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
         *_merge(_exchanges(plan)),
         *_resets(plan, facts),
         *_freeze(tensor, plan),
-        *_merge(plan.train),
+        *_section_operations(plan, facts),
         *quantize(plan),
         *_merge(capacity_operations(plan)),
         *_merge(plan.compile),

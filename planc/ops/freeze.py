@@ -1,6 +1,6 @@
 """The operation that sets which parameters require gradients."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -39,3 +39,8 @@ class Freeze(Op):
     @classmethod
     def section(cls, ops: Sequence[Self], _mesh: AxisSizes) -> Iterator[str]:
         return phrases.listing((op.headline(), str(op.modules), "") for op in ops)
+
+
+def freezes(rules: Iterable[object]) -> tuple[Freeze, ...]:
+    """The rules, or operations, that set which parameters train."""
+    return tuple(rule for rule in rules if isinstance(rule, Freeze))

@@ -19,6 +19,7 @@ from planc.ops import base
 from planc.ops.activation_checkpoint import Checkpoint, checkpoints
 from planc.ops.backend import Backend
 from planc.ops.call import Context
+from planc.ops.freeze import Freeze, freezes
 from planc.ops.fsdp import Divide, FullyShard
 from planc.ops.load import Load
 from planc.ops.optimizer import Optimize, OptimizerClass
@@ -160,6 +161,11 @@ class Lowered(InNotebooks):
     def checkpoint_ops(self) -> tuple[Checkpoint, ...]:
         """The operations whose modules are computed again in the backward pass."""
         return checkpoints(self.ops)
+
+    @property
+    def freezes(self) -> tuple[Freeze, ...]:
+        """The operations that set which parameters train, in order."""
+        return freezes(self.ops)
 
     @property
     def loss_heads(self) -> tuple[Modules, ...]:

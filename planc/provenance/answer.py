@@ -11,6 +11,7 @@ from planc.model.facts import Modules
 from planc.ops import phrases
 from planc.ops.document import dumps
 from planc.ops.lowered import Lowered
+from planc.ops.registry import kinds
 from planc.sections import NAMES
 
 FORMAT_VERSION = 1
@@ -18,7 +19,7 @@ Segment = tuple[str, str]
 """Text and the name of its terminal style; `""` is plain."""
 
 _HEAD = 12
-_FIELDS = (
+_DECISIONS = (
     "load",
     "stage",
     "adapter",
@@ -27,7 +28,6 @@ _FIELDS = (
     "inside",
     "ties",
     "training",
-    *NAMES,
     "checkpoint",
     "compile",
     "context",
@@ -37,8 +37,7 @@ _FIELDS = (
     "towers",
     "draws",
 )
-SECTIONS = tuple(dict.fromkeys(_FIELDS))
-"""The decisions of an answer by the names of fields or sections, in the order of the text."""
+"""The fields of an answer that are decisions of operations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,20 +287,17 @@ def document(answer: Reasons, lowered: Lowered) -> dict[str, Any]:
     """The answer in the form of `grammars/why.schema.json`."""
     stages = json.loads(dumps(lowered))["stages"]
     ops = [op for stage in stages for op in stage["ops"]]
+    sections = [name for name in dict.fromkeys(kind.SECTION for kind in kinds()) if name]
     fields: dict[str, Any] = {}
     for name, value in asdict(answer).items():
-        fields |= _of_sections(value, fields) if name == "sections" else {name: value}
+        fields[name] = value
+        if name == "sections":
+            reasons = fields.pop(name)
+            fields |= {n: reasons.get(n, ()) for n in sections if n not in _DECISIONS}
     del fields["findings"]
     fields["like"], fields["alike"] = str(answer.like), len(answer.like)
     fields["class"] = fields.pop("cls")
-    for section in SECTIONS:
-        for reason in fields[section]:
+    for name in dict.fromkeys((*_DECISIONS, *sections)):
+        for reason in fields[name]:
             reason["op"] = ops[reason["op"]]
     return {"format_version": FORMAT_VERSION, **fields}
-
-
-def _of_sections(
-    reasons: Mapping[str, Sequence[object]], fields: Mapping[str, object]
-) -> dict[str, Sequence[object]]:
-    """A key for each section that has none yet; operations of the compiler have fields."""
-    return {name: reasons.get(name, ()) for name in NAMES if name not in fields}

@@ -271,8 +271,8 @@ class _Question:
         return found[-1] if found else None
 
     def _freezing(self) -> list[Freeze]:
-        every = self.lowered.find_ops(Freeze)
-        return [op for op in every if self.at.part_inside(op.modules) is not None]
+        freezes = self.lowered.freezes
+        return [op for op in freezes if self.at.part_inside(op.modules) is not None]
 
     def _training(self) -> Iterator[Reason]:
         for op in self._freezing()[-1:]:

@@ -85,6 +85,7 @@ class SectionDeclaration:
 FOLDER = Path(__file__).parent
 NAMES = (
     "matmul",
+    "train",
     "checkpoint",
     "loss",
     "serve",

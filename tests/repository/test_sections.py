@@ -37,8 +37,9 @@ KNOWN = {
     ),
 }
 """By section: its names and words, and the number of files outside of its folder that have one.
-The number only falls, and is at most 8. `checkpoint` is not in the table: estimates, sends and
-checks read `Plan.checkpoint_rules`, so its operation is the compiler's."""
+The number only falls, and is at most 8. Two sections are not in the table: stages read
+`Plan.checkpoint_rules` and `Plan.freezes`, so the operations of `checkpoint` and `train` are the
+compiler's."""
 
 
 def parts_of(name):

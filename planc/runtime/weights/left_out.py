@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from planc.diagnostics.diagnostic import Diagnostic
-from planc.ops.freeze import Freeze
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.runtime.preconditions import problem
@@ -28,8 +27,11 @@ def frozen_by(model: nn.Module, lowered: Lowered) -> frozenset[str]:
     """The parameters that the plan freezes and that are frozen: not those that a script froze,
     which may have been trained before.
     """
-    freezes = lowered.find_ops(Freeze)
-    last = {name: (i, op.trainable) for i, op in enumerate(freezes) for name in op.modules.names()}
+    last = {
+        name: (i, op.trainable)
+        for i, op in enumerate(lowered.freezes)
+        for name in op.modules.names()
+    }
     adapted = lowered.has(Adapt)
 
     def trains(name: str) -> bool:

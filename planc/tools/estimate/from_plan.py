@@ -108,7 +108,7 @@ class PlanWork:
         self.rules = tuple(r for r in wide if r.style != Replicated())
         rules = (*self.rules, *expert_styles(plan))
         like = self.alike.setdefault(
-            (plan.mesh, plan.fsdp, plan.train, plan.load, rules, plan.adapters), self
+            (plan.mesh, plan.fsdp, plan.freezes, plan.load, rules, plan.adapters), self
         )
         if like is self:
             self.holdings = Holdings(self.facts, plan, rules)
