@@ -48,7 +48,7 @@ def _not_experts(rule: ExpertRule, plan: Plan) -> tuple[str, *tuple[Label, ...]]
         return (f"{name} has parameters inside other modules, which all of its experts share",)
     if reason := _style(rule, plan):
         return reason
-    for compiled in plan.compile:
+    for compiled in plan.compilations:
         if compiled.fullgraph and plan.mesh.experts and holds(compiled.modules, rule.modules):
             label = Label(span=compiled.origin, text="fullgraph")
             return (
@@ -122,7 +122,7 @@ def _compiled_limits(rule: ExpertRule, plan: Plan, sink: Sink) -> None:
     again has lost the row.
     """
     name, label = f"`{rule.modules}`", Label(span=rule.origin, text="limited here")
-    for compiled in plan.compile:
+    for compiled in plan.compilations:
         inside = rule.modules.part_inside(compiled.modules)
         if inside is None:
             continue

@@ -127,6 +127,6 @@ def _unsupported_features(plan: Plan, op: Pipeline) -> Iterator[tuple[str, Span,
         if rule.axis == op.axis:
             text = f"the ranks of {op.axis} run different blocks, so no weight is split over it"
             yield text, rule.origin, "name another axis"
-    for compiled in plan.compile if op.splits else ():
+    for compiled in plan.compilations if op.splits else ():
         text = f"{op.schedule} splits backward passes, and compiled modules have one"
         yield text, compiled.origin, "use another schedule"

@@ -7,8 +7,6 @@ from planc.diagnostics.diagnostic import Label, Sink, one_of
 from planc.ir.nodes import Plan, TensorRule, Unit
 from planc.model.config_fields import EXPERTS
 from planc.model.facts import Facts, Modules, Parameter, merge_sets
-from planc.ops.activation_checkpoint import Checkpoint
-from planc.ops.compile import Compile
 from planc.ops.contract import Side, contract
 from planc.ops.phrases import together
 from planc.ops.styles import PARAMETERLESS, Replicated, Shard
@@ -123,12 +121,11 @@ def divisors(number: int, largest: int | None = None) -> tuple[int, ...]:
     return tuple(sorted(d for d in found if d <= (largest or number)))
 
 
-def report_nested(
-    rules: Sequence[Checkpoint | Compile], code: str, word: str, help: str, sink: Sink
-) -> None:
+def report_nested(rules: Sequence[Any], code: str, word: str, help: str, sink: Sink) -> None:
     """Reports each rule on modules inside those of another one.
 
     Args:
+        rules: nodes with modules and an origin.
         word: `checkpointed` or `compiled`.
     """
     for inner in rules:

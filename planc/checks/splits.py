@@ -302,7 +302,7 @@ def _unaligned_rows(
         local = local_shape(parameter, rules, plan)
         ranks = prod(plan.mesh.size(rule.axis) for rule in rules if rule.split(parameter))
         # in a graph, transformers multiplies expert by expert in every dtype but this one
-        traced = dtype != "bfloat16" and any(holds(c.modules, modules) for c in plan.compile)
+        traced = dtype != "bfloat16" and any(holds(c.modules, modules) for c in plan.compilations)
         if len(local) != 3 or traced or parameter.numel != prod(local) * ranks:
             continue  # PL220 speaks of uneven shards
         for dim in (1, 2):

@@ -94,7 +94,7 @@ def _targets(plan: Plan) -> Iterator[tuple[Modules, str, Span]]:
         yield rule.modules, "a style on", rule.origin
     for target in plan.checkpoint_rules:
         yield target.modules, "checkpointing", target.origin
-    for compiled in plan.compile:
+    for compiled in plan.compilations:
         yield compiled.modules, "compiling", compiled.origin
     for unit in plan.fsdp.units if plan.fsdp else ():
         for member in unit.members:

@@ -11,7 +11,6 @@ from planc.elaborate.mesh import solve
 from planc.elaborate.program import Program, axis_names, gather, origin_of, require
 from planc.elaborate.scope import Failed, Scope, Sizes
 from planc.elaborate.sections.adapters import adapters
-from planc.elaborate.sections.compile import compile_rules
 from planc.elaborate.sections.context import context
 from planc.elaborate.sections.expert import expert
 from planc.elaborate.sections.fsdp import fsdp
@@ -33,7 +32,6 @@ SECTIONS = (
     "tensor",
     "adapters",
     *NAMES,
-    "compile",
     "fsdp",
     "replicate",
     "context",
@@ -95,7 +93,6 @@ def elaborate(
         tensor=rules,
         sequence=sequence,
         images=(*images, *(rule.images for rule in parts if rule.images)),
-        compile=part("compile", lambda: compile_rules(program)),
         fsdp=part("fsdp", lambda: fsdp(program)),
         context=parts,
         attention=exchanges,

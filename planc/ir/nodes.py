@@ -20,7 +20,6 @@ from planc.model.roles import attention, block_names, roles
 from planc.ops.activation_checkpoint import Checkpoint, checkpoints
 from planc.ops.backend import Backend
 from planc.ops.base import AxisRole
-from planc.ops.compile import Compile
 from planc.ops.context import Attend, ContextParallel
 from planc.ops.contract import Split, weight_split
 from planc.ops.expert_capacity import PROBS
@@ -449,7 +448,6 @@ class ContextRule(Meaning):
 Ruled = TypeVar(
     "Ruled",
     TensorRule,
-    Compile,
     ExpertRule,
     AdapterRule,
     Ignored,
@@ -458,7 +456,7 @@ Ruled = TypeVar(
 )
 """A node that one line decides for its `modules`."""
 
-_RULES = ("tensor", "compile", "attention", "experts", "optimizer")
+_RULES = ("tensor", "attention", "experts", "optimizer")
 """The fields of a plan that are rules for modules, except `sections`."""
 
 
@@ -492,7 +490,6 @@ class Plan(Meaning):
     draws: tuple[str, ...] = ()
     sections: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     replaced: tuple[Any, ...] = ()
-    compile: tuple[Compile, ...] = ()
     fsdp: Fsdp | None = None
     context: tuple[ContextRule, ...] = ()
     attention: tuple[Attend, ...] = ()
@@ -517,6 +514,11 @@ class Plan(Meaning):
     def freezes(self) -> tuple[Freeze, ...]:
         """The rules that set which parameters train, outer modules first."""
         return freezes(self._section_rules)
+
+    @property
+    def compilations(self) -> tuple[Any, ...]:
+        """The rules whose modules are compiled."""
+        return tuple(r for r in self._section_rules if getattr(r, "compiled_modules", ()))
 
     @property
     def loss_rules(self) -> tuple[Any, ...]:

@@ -140,7 +140,6 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
         *_section_operations(plan, facts),
         *quantize(plan),
         *_merge(capacity_operations(plan)),
-        *_merge(plan.compile),
         *units,
         *settings(plan, facts),
         *_inputs(plan, facts),

@@ -357,6 +357,11 @@ class Op:
         return ()
 
     @property
+    def compiled_modules(self) -> tuple[Modules, ...]:
+        """The modules that the operation compiles."""
+        return ()
+
+    @property
     def loss_modules(self) -> tuple[Modules, ...]:
         """The modules in which the operation computes the loss; they return no logits."""
         return ()

@@ -168,6 +168,11 @@ class Lowered(InNotebooks):
         return freezes(self.ops)
 
     @property
+    def compilations(self) -> tuple[tuple[AnyOp, Modules], ...]:
+        """The modules that are compiled, each set with its operation."""
+        return tuple((op, modules) for op in self.ops for modules in op.compiled_modules)
+
+    @property
     def loss_heads(self) -> tuple[Modules, ...]:
         """The modules that compute the loss, and return no logits."""
         return tuple(modules for op in self.ops for modules in op.loss_modules)

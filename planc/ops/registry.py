@@ -9,7 +9,6 @@ from typing import Annotated, get_args
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.backend import Backend
 from planc.ops.base import Form, Op
-from planc.ops.compile import Compile
 from planc.ops.configure import Configure
 from planc.ops.context import Attend, ContextParallel
 from planc.ops.documents import ResetStates
@@ -57,7 +56,6 @@ AnyOp = Annotated[
     | Quantize
     | Checkpoint
     | LimitExperts
-    | Compile
     | FullyShard
     | Backend
     | Divide

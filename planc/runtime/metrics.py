@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from planc.model.module_table import routed_experts
-from planc.ops.compile import Compile
 from planc.ops.lowered import Lowered
 from planc.runtime.standalone.expert_capacity import CAPACITY
 
@@ -57,7 +56,7 @@ def experts_of(modules: Mapping[str, nn.Module], lowered: Lowered) -> Experts:
     """The modules whose tokens are counted by expert, of a model that is not parallel yet. Compiled
     blocks would have the count in their graphs.
     """
-    if lowered.has(Compile):
+    if lowered.compilations:
         return {}
     counts = ((name, module, routed_experts(module)) for name, module in modules.items())
     return {name: (module, count) for name, module, count in counts if count}

@@ -16,7 +16,6 @@ from planc.model.module_table import already_parallel
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import Op
 from planc.ops.call import Context, modules_of
-from planc.ops.compile import Compile
 from planc.ops.lora import MAGNITUDE, Adapt
 from planc.ops.lowered import Lowered
 from planc.runtime.calls import import_error
@@ -327,9 +326,9 @@ def require_recomputable(model: nn.Module, lowered: Lowered, device: str) -> Non
             )
 
 
-def _recomputed_attention(lowered: Lowered) -> Iterator[tuple[Checkpoint, Compile, str, str]]:
+def _recomputed_attention(lowered: Lowered) -> Iterator[tuple[Checkpoint, Op, str, str]]:
     """(checkpoint, compilation, names of both modules) where compiled attention is recomputed."""
-    compiled = [(op, name) for op in lowered.find_ops(Compile) for name in op.modules.names()]
+    compiled = [(op, name) for op, modules in lowered.compilations for name in modules.names()]
     for op in lowered.checkpoint_ops if compiled else ():
         if not any(_ON_CPU in saved.ops for saved in op.save):
             for name in op.modules.names():

@@ -20,7 +20,6 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 
 from planc.lowering.rank_calls import Groups, RankCall, calls, kind_text, place_of
 from planc.ops.base import Op
-from planc.ops.compile import Compile
 from planc.ops.lowered import Lowered
 from planc.runtime.collectives import Collectives, named_modules
 
@@ -102,7 +101,7 @@ class LineRanges(Collectives):
         names = {id(module): name for name, module in named_modules(model).items()}
         super().__init__(names, lambda: "")
         self.lowered, self.rank, self.groups = lowered, rank, Groups(lowered)
-        self.compiled = lowered.has(Compile)
+        self.compiled = bool(lowered.compilations)
         self.lines: dict[str, list[str]] = defaultdict(list)
         for op in lowered.stages[place_of(lowered, rank)].ops:
             for name in (name for some in op.traced_modules for name in some.names()):

@@ -17,7 +17,6 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from planc.ops.compile import Compile
 from planc.ops.lowered import Lowered
 from planc.runtime import gradients
 from planc.runtime.counted_labels import (
@@ -153,7 +152,7 @@ class TrainingStep:
 
     def observe(self, run: RunParts) -> AbstractContextManager[None]:
         """Notes the labels that the loss of a pass inside is the mean of."""
-        return _observe_loss(run.model, self, compiled=run.lowered.has(Compile))
+        return _observe_loss(run.model, self, compiled=bool(run.lowered.compilations))
 
     def weigh(self, run: RunParts, loss: Tensor, batch: Batch, batches: Sequence[Batch]) -> Tensor:
         """The part of the step's loss that an observed pass has, of those that `begin` counted."""

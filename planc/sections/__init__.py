@@ -87,6 +87,7 @@ NAMES = (
     "matmul",
     "train",
     "checkpoint",
+    "compile",
     "loss",
     "serve",
 )  # fmt: skip

@@ -9,7 +9,7 @@ from planc.ops.lowered import Lowered
 from planc.ops.registry import AnyOp
 from planc.sections import NAMES
 
-_OMISSIONS = ("4 bits", *NAMES, "compile")
+_OMISSIONS = ("4 bits", *NAMES)
 """The order in which omissions of operations are reported."""
 
 

@@ -17,7 +17,6 @@ from planc.files.resources import GRAMMARS
 from planc.ops.activation_checkpoint import Checkpoint, Save
 from planc.ops.backend import Backend
 from planc.ops.base import Shape
-from planc.ops.compile import Compile
 from planc.ops.configure import Configure
 from planc.ops.document import digest, dumps, loads
 from planc.ops.load import Load
@@ -34,6 +33,7 @@ from planc.ops.styles import (
     Shard,
 )
 from planc.ops.tensor_parallel import Tie
+from planc.sections.compile.ops import Compile
 
 SCHEMA = json.loads((GRAMMARS / "diff.schema.json").read_text())
 

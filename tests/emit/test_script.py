@@ -16,8 +16,8 @@ import planc
 from planc.diagnostics.source import Span
 from planc.emit.python.layout import WIDTH
 from planc.emit.python.script import render
-from planc.ops.compile import Compile
 from planc.ops.document import digest
+from planc.sections.compile.ops import Compile
 
 EVERYTHING = """plan everything for llama
 mesh {

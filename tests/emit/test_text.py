@@ -12,7 +12,6 @@ from planc.ops import phrases
 from planc.ops.activation_checkpoint import Checkpoint, Save
 from planc.ops.backend import Backend
 from planc.ops.base import Shape
-from planc.ops.compile import Compile
 from planc.ops.configure import Configure
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered, MeshAxis, Stage
@@ -28,6 +27,7 @@ from planc.ops.styles import (
     Shard,
 )
 from planc.ops.tensor_parallel import Tie
+from planc.sections.compile.ops import Compile
 
 
 def text(*ops, **changes):

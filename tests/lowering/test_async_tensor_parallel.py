@@ -9,8 +9,8 @@ from helpers import codes, judged, lowered
 from torch.distributed import _symmetric_memory
 
 from planc.emit.python.script import render
-from planc.ops.compile import Compile
 from planc.runtime.standalone.tensor_styles import enable_async_tp
+from planc.sections.compile.ops import Compile
 
 PLAN = """plan t for llama
 mesh {

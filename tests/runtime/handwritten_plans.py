@@ -7,7 +7,6 @@ from planc.ir.mesh_axes import role_of
 from planc.model.facts import Module, Modules, parse_path
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import Shape as ParameterShape
-from planc.ops.compile import Compile
 from planc.ops.configure import Configure
 from planc.ops.fsdp import FullyShard
 from planc.ops.lowered import Lowered, MeshAxis, Stage
@@ -22,6 +21,7 @@ from planc.ops.styles import (
     Shard,
 )
 from planc.ops.tensor_parallel import Parallelize, Tie
+from planc.sections.compile.ops import Compile
 
 BLOCKS = "model.layers[0:2]"
 DIGEST = "0123456789abcdef" * 4

@@ -9,7 +9,6 @@ from planc.model.facts import Module, Modules, parse_path
 from planc.model.indices import Indices
 from planc.ops.activation_checkpoint import Checkpoint, Save
 from planc.ops.base import AxisRole, Shape
-from planc.ops.compile import Compile
 from planc.ops.configure import Configure
 from planc.ops.documents import RESETS, ResetStates
 from planc.ops.freeze import Freeze
@@ -39,6 +38,7 @@ from planc.ops.styles import (
     Shard,
 )
 from planc.ops.tensor_parallel import Parallelize, Tie
+from planc.sections.compile.ops import Compile
 from planc.sections.megatron_fsdp.ops import MegatronShard
 
 NOTHING = Module(cls="", kind="other")

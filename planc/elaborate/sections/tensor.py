@@ -27,7 +27,6 @@ from planc.syntax import ast
 
 _EXAMPLES = {
     "tensor": "model.layers.* : colwise",
-    "compile": "model.layers.* : block",
     "expert": "model.layers.*.mlp.experts : dispatch(all_to_all)",
     "optimizer": "model.layers.*.mlp.*_proj : muon",
     "adapters": "model.layers.*.self_attn.q_proj : lora(rank = 16)",

@@ -34,7 +34,7 @@ def _compiled(rule: Checkpoint, plan: Plan, sink: Sink) -> None:
     """The compiler decides which activations a compiled graph saves for backward; the saved-tensor
     hooks that move activations to the CPU are not part of that graph.
     """
-    for compiled in plan.compile:
+    for compiled in plan.compilations:
         if rule.modules.is_within(compiled.modules) or compiled.modules.is_within(rule.modules):
             sink.error(
                 "PL473",

@@ -223,7 +223,9 @@ def _shares(line: BudgetLine, plan: Plan, facts: Facts, sink: Sink) -> tuple[Sha
     """
     rules, modules = line.rules, line.modules
     budget = rules[0]
-    if compiled := next((c for c in plan.compile if any(map(c.modules.overlap, modules))), None):
+    if compiled := next(
+        (c for c in plan.compilations if any(map(c.modules.overlap, modules))), None
+    ):
         reason = "torch.compile decides itself what compiled modules keep"
         return _report_uncounted(rules, reason, sink, "write `full` or `ops`", compiled.origin)
     try:

@@ -235,7 +235,7 @@ def _other_recipes(op: LowPrecision, plan: Plan) -> Iterator[LowPrecision]:
 
 def _compiled(plan: Plan, sink: Sink) -> None:
     rules = plan.sections["matmul"]
-    left = [op for op in rules if not any(holds(c.modules, op.modules) for c in plan.compile)]
+    left = [op for op in rules if not any(holds(c.modules, op.modules) for c in plan.compilations)]
     if left:
         sink.warning(
             "PL624",

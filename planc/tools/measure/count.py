@@ -222,7 +222,7 @@ def _not_run(plan: Plan, lowered: Lowered, device: str) -> Iterator[tuple[str, l
     yield f"{name} needs its library and all ranks", [op.origin for op in [backend] if op]
     shown = "bytes and times are told apart by modules, and compiled blocks show none"
     compiled = shown if device else "compiled code does not run on fake tensors"
-    yield compiled, [op.origin for op in plan.compile]
+    yield compiled, [op.origin for op in plan.compilations]
     for reasons in _UNMEASURED.find_all(plan.sections):
         yield from reasons(plan)
     parked = [rule.origin for rule in plan.checkpoint_rules if rule.hosts]

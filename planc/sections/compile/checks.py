@@ -1,21 +1,20 @@
-"""PL430 to PL432, PL434, PL435, PL473, PL670 to PL672: checkpoints, torch.compile, randomness."""
+"""PL431, PL432 and PL434 to PL436: modules that torch cannot compile as the plan says."""
 
-from collections.abc import Iterator, Sequence
-
-from planc.checks.queries import active, axis_label, ranks, report_nested
+from planc.checks.queries import active, axis_label, report_nested
 from planc.diagnostics.diagnostic import Label, Sink, one_of
-from planc.ir.nodes import Plan, TensorRule
-from planc.ir.random_numbers import apart_axes, drawing_fields, split_axes
+from planc.ir.nodes import Plan
 from planc.model.facts import Facts
 from planc.model.indices import Indices
-from planc.model.randomness import layer_drop_fields, spec_augment_fields
-from planc.ops.compile import Compile
-from planc.ops.styles import Colwise, Custom, Input, Replicate, Rowwise, Shard, Style
+from planc.ops.styles import Colwise, Input, Replicate, Rowwise, Shard, Style
+from planc.sections.compile.ops import Compile
 
 
-def nested_compilations(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """A compiled module inside another one would be compiled twice."""
-    report_nested(plan.compile, "PL431", "compiled", "keep one of the two", sink)
+def check(plan: Plan, facts: Facts, sink: Sink) -> None:
+    """Reports what torch cannot compile, or compiles to something else."""
+    report_nested(plan.sections["compile"], "PL431", "compiled", "keep one of the two", sink)
+    _embedding_gradient(plan, sink)
+    _graph_breaks(plan, sink)
+    _async_tensor_parallel(plan, sink)
 
 
 def _first_block(rule: Compile) -> bool:
@@ -27,7 +26,7 @@ def _first_block(rule: Compile) -> bool:
     return isinstance(last, Indices) and 0 in last
 
 
-def compile_embedding_gradient(plan: Plan, facts: Facts, sink: Sink) -> None:
+def _embedding_gradient(plan: Plan, sink: Sink) -> None:
     """torch 2.13 loses the gradient of a vocabulary-parallel embedding in this arrangement.
 
     Observed on four gloo processes with the aot_eager and inductor backends: the forward pass and
@@ -36,7 +35,7 @@ def compile_embedding_gradient(plan: Plan, facts: Facts, sink: Sink) -> None:
     too, which scales its embeddings before the first block, but the module table does not show
     that, so gemma3 is reported as well.
     """
-    first = next((r for r in plan.compile if _first_block(r)), None)
+    first = next((r for r in plan.sections["compile"] if _first_block(r)), None)
     if first is None:
         return
     for rule in active(plan):
@@ -55,13 +54,13 @@ def compile_embedding_gradient(plan: Plan, facts: Facts, sink: Sink) -> None:
             )
 
 
-def compile_graph_breaks(plan: Plan, facts: Facts, sink: Sink) -> None:
+def _graph_breaks(plan: Plan, sink: Sink) -> None:
     """FSDP's hooks break a graph, and fake tensors cannot index a vocabulary-parallel weight.
 
     Both were observed on four processes (torch 2.13), the second with and without sequence
     parallelism; a colwise embedding compiles.
     """
-    for compiled in plan.compile if "compile" not in plan.broken else ():
+    for compiled in plan.sections["compile"] if "compile" not in plan.broken else ():
         for unit in plan.fsdp.units if plan.fsdp and compiled.fullgraph else ():
             for member in unit.members:
                 if member.module.count and member.deeper(compiled.modules):
@@ -86,7 +85,7 @@ def compile_graph_breaks(plan: Plan, facts: Facts, sink: Sink) -> None:
                 )
 
 
-def async_tensor_parallel(plan: Plan, facts: Facts, sink: Sink) -> None:
+def _async_tensor_parallel(plan: Plan, sink: Sink) -> None:
     """The compiler's pass cuts an all-gather before a matrix product, and a reduce-scatter after
     one, and leaves all-reduces alone.
 
@@ -94,7 +93,7 @@ def async_tensor_parallel(plan: Plan, facts: Facts, sink: Sink) -> None:
     whose parts are equal: a dim that the ranks do not divide evenly matches nothing.
     """
     rules = active(plan) if "tensor" not in plan.broken else ()
-    for compiled in plan.compile if rules else ():
+    for compiled in plan.sections["compile"] if rules else ():
         if not compiled.async_tp:
             continue
         label = Label(span=compiled.origin, text="async_tp")
@@ -124,64 +123,3 @@ def _along_sequence(style: Style) -> bool:
                 isinstance(c.source, Shard) and c.target == Replicate() for c in style.changes
             )
     return False
-
-
-def randomness(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """Ranks of a tensor axis share activations, and ranks of an FSDP axis share layers."""
-    rules = active(plan) if "tensor" not in plan.broken else ()
-    fields, masks = drawing_fields(plan, facts), spec_augment_fields(facts)
-    apart = [a for a in plan.mesh.axes if a.name in apart_axes(plan)]
-    if (rules or apart) and (fields or masks):
-        drawn = f"; SpecAugment draws masks with numpy ({', '.join(masks)})" if masks else ""
-        shared = rules[0].axis if rules else apart[0].name
-        numpy = [f"numpy's seed is the script's: alike on the ranks of {shared}"] if masks else []
-        sink.info(
-            "PL670",
-            f"training draws random numbers: {', '.join(fields)}{drawn}",
-            *([axis_label(plan, rules[0])] if rules else []),
-            *(axis.label for axis in apart),
-            facts=[*(_how(plan, rules) if rules else ()), *_rng_notes(plan), *numpy],
-            help="set the seed before `apply`, or afterwards the same seed on all ranks of a "
-            "tensor axis",
-        )
-    if skipped := layer_drop_fields(facts):
-        shards = plan.fsdp is not None and plan.mesh.size(*plan.fsdp.shard) > 1
-        if shards or rules:
-            sink.warning(
-                "PL671",
-                f"training skips layers at random ({', '.join(skipped)}), and ranks that skip "
-                "different layers deadlock",
-                *([plan.fsdp.origin] if plan.fsdp else [rules[0].origin]),
-                help="set it to 0 in the configuration, or use the same seed on all ranks",
-            )
-
-
-def _rng_notes(plan: Plan) -> Iterator[str]:
-    if axes := apart_axes(plan):
-        named = one_of(axes, last="and")
-        yield (
-            f"ranks along {named} hold other layers or tokens: they draw other numbers, also where "
-            "a script gives them one seed; layout flow does not compare these"
-        )
-
-
-def _how(plan: Plan, rules: Sequence[TensorRule]) -> Iterator[str]:
-    axis, count, axes = rules[0].axis, ranks(plan, rules[0]), split_axes(plan)
-    if len(axes) > 1:
-        yield (
-            f"the ranks of {one_of(axes, last='and')} draw alike, also for different shards: "
-            "planc has streams by rank for one tensor axis only"
-        )
-        return
-    yield (
-        f"`apply` gives the {count} ranks of {axis} one random state; for shards of activations "
-        "each draws numbers of its own"
-    )
-    own = dict.fromkeys(f"`{r.modules}`" for r in rules if isinstance(r.style, Custom))
-    if own:
-        some = one_of(own, last="and")
-        yield f"whether {some} give shards is not known: the ranks draw after it as before"
-    yield (
-        "layout flow compares a step with a single process that uses the numbers that the ranks "
-        "drew; `planc verify` runs without dropout"
-    )

@@ -4,14 +4,14 @@ from planc.elaborate.call_arguments import Arguments
 from planc.elaborate.program import Program
 from planc.elaborate.sections.tensor import read_claims
 from planc.ops.base import AxisRole
-from planc.ops.compile import Compile
+from planc.sections.compile.ops import Compile
 from planc.syntax import ast
 
 
-def compile_rules(program: Program) -> tuple[Compile, ...]:
+def read(program: Program) -> tuple[Compile, ...]:
     """The operations of the compile sections, in the plan's order."""
 
-    def read(rule: ast.Rule) -> tuple[Compile | None] | None:
+    def rule_of(rule: ast.Rule) -> tuple[Compile | None] | None:
         arguments = Arguments(rule.action, program.scope, ("fullgraph", "async_tp"))
         fullgraph = arguments.truth("fullgraph", False)
         asked = arguments.truth("async_tp", False)
@@ -20,4 +20,4 @@ def compile_rules(program: Program) -> tuple[Compile, ...]:
         op = Compile(modules=program.facts.model, fullgraph=fullgraph, async_tp=wide)
         return (op,) if arguments.done() else None
 
-    return read_claims(program, "compile", ("block",), "way to compile", read).rules()
+    return read_claims(program, "compile", ("block",), "way to compile", rule_of).rules()

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.ops.base import OMIT, Axes, AxisSizes, Op, Phase, SimulationKind
+from planc.ops.base import OMIT, Axes, AxisSizes, Phase, SimulationKind
 from planc.ops.call import (
     Context,
     Each,
@@ -18,10 +18,11 @@ from planc.ops.call import (
     drop_none,
 )
 from planc.ops.decisions import Decision, Question, decision_around
+from planc.ops.registry import SectionOp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compile(Op):
+class Compile(SectionOp):
     """`module.compile(fullgraph=...)`.
 
     Args:
@@ -42,6 +43,11 @@ class Compile(Op):
         call = FunctionCall(".compile", (), drop_none(fullgraph=self.fullgraph or None))
         yield Each(modules=self.modules, calls=(call,), note=self.place)
 
+    @property
+    def compiled_modules(self) -> tuple[Modules, ...]:
+        return (self.modules,)
+
+    SECTION: ClassVar = "compile"
     SIMULATION: ClassVar = SimulationKind.NEVER  # it takes minutes, and should change no results
 
     def omission(self, *, precision: bool) -> tuple[str, str]:
@@ -65,3 +71,6 @@ class Compile(Op):
     def headline(self, mesh: AxisSizes | None = None) -> str:
         over = f"asynchronous over {phrases.axes(self.async_tp, mesh)}" if self.async_tp else ""
         return ", ".join(filter(None, ("as one graph, or fail" * self.fullgraph, over)))
+
+
+KINDS = (Compile,)
