@@ -40,7 +40,7 @@ class _Finding:
 
 def optimizer(plan: Plan, facts: Facts, sink: Sink) -> None:
     """Every trainable parameter has one rule, and Muon takes matrices whose parts are known."""
-    if not plan.optimizer or {"optimizer", "train", "tensor"} & plan.broken:
+    if not plan.optimizer or {"optimizer", "tensor"} & plan.broken or not plan.freezes_known:
         return
     steps = [*steps_of(plan, facts)]
     _report_undecided(steps, plan, sink)

@@ -179,7 +179,7 @@ def ignored_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
         return
     for one in section.ignored:
         _report_conflict(one, plan, sink)
-    if plan.mesh.size(*section.shard, *section.replicate) == 1 or "train" in plan.broken:
+    if plan.mesh.size(*section.shard, *section.replicate) == 1 or not plan.freezes_known:
         return
     found: dict[Ignored, list[str]] = {}
     for own in owned_modules(plan, facts):

@@ -198,7 +198,7 @@ def prefetch(plan: Plan, facts: Facts, sink: Sink) -> None:
         help = "make the blocks units: `model.layers.* : unit`"
         sink.error("PL444", message, section.prefetch.origin, help=help)
     _deep(section.prefetch, found, sink)
-    if not section.prefetch.backward or "train" in plan.broken:
+    if not section.prefetch.backward or not plan.freezes_known:
         return
     for units in found:
         gap = _skipped_units(units, plan, facts)

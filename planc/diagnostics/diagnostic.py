@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import TypedDict, Unpack
 
 from planc.diagnostics.source import Span
+from planc.sections import SECTIONS
 
 
 class Severity(StrEnum):
@@ -263,9 +264,6 @@ _ELSEWHERE = {
     "precision(output = bf16)": "output_dtype",
     "precision(cast_inputs = true)": "cast_forward_inputs",
     "offload(cpu)": "offload offload_policy CPUOffloadPolicy cpu_offload offload_params",
-    "checkpoint { model.layers.* : full }": "activation_checkpointing gradient_checkpointing "
-    "activation_checkpoint checkpointing checkpoint_wrapper recompute",
-    "ops(save = [attention, matmul(every = 2)])": "selective",
     "lora(rank = 16)": "r lora_r",
     "lora(rank = 16, alpha = 32)": "lora_alpha",
     "lora(rank = 16, dropout = 0.1)": "lora_dropout",
@@ -274,7 +272,6 @@ _ELSEWHERE = {
     "lora(rank = 16, rslora = true)": "use_rslora",
     "lora(rank = 16, dora = true)": "use_dora",
     "adapters { $experts : lora(rank = 16) }": "target_parameters lora_target_parameters",
-    "train { model.embed_tokens : frozen }": "freeze frozen requires_grad",
     "load { dtype = bf16 }": "torch_dtype",
     "true": "True yes on",
     "false": "False no off",
@@ -290,6 +287,7 @@ _ELSEWHERE = {
     "mesh { ep = 2 }": _sizes("ep expert_parallel expert_model_parallel"),
     "mesh { dp_shard = auto }": _sizes("dp_shard data_parallel_shard data_parallel dp fsdp"),
     "mesh { dp_replicate = 2 }": _sizes("dp_replicate data_parallel_replicate"),
+    **{line: words for section in SECTIONS.values() for line, words in section.other_words.items()},
 }
 """The words of a plan, by those of torch, transformers, peft and trainers."""
 

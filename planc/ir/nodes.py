@@ -516,6 +516,11 @@ class Plan(Meaning):
         return freezes(self._section_rules)
 
     @property
+    def freezes_known(self) -> bool:
+        """Whether the section that sets which parameters train has no errors."""
+        return "train" not in self.broken
+
+    @property
     def compilations(self) -> tuple[Any, ...]:
         """The rules whose modules are compiled."""
         return tuple(r for r in self._section_rules if getattr(r, "compiled_modules", ()))

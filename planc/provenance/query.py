@@ -21,7 +21,6 @@ from planc.ops.activation_checkpoint import Save
 from planc.ops.base import AxisRole, Op
 from planc.ops.contract import Split, part_sizes, weight_split
 from planc.ops.decisions import Question
-from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread, along, offloading, where
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
@@ -88,6 +87,7 @@ class _Question:
         self.shard = self._unit()
         around = (m for m in (self.shard.ignored if self.shard else ()) if at.part_inside(m))
         self.ignored = max(around, key=lambda m: len(m.path), default=None)
+        self.freezing = [op for op in lowered.freezes if at.part_inside(op.modules) is not None]
 
     def answer(self) -> Reasons:
         module = self.at.module
@@ -270,12 +270,8 @@ class _Question:
         found = [o for o in found if not o.units or o in own]
         return found[-1] if found else None
 
-    def _freezing(self) -> list[Freeze]:
-        freezes = self.lowered.freezes
-        return [op for op in freezes if self.at.part_inside(op.modules) is not None]
-
     def _training(self) -> Iterator[Reason]:
-        for op in self._freezing()[-1:]:
+        for op in self.freezing[-1:]:
             what = "trains" if op.trainable else "frozen"
             yield self._reason(what, self.question.ancestor(len(op.modules.path)), op)
 
@@ -336,7 +332,7 @@ class _Question:
         if not self.lowered.has(Adapt):  # else the facts are cast already
             dtype = self.lowered.load.dtype_after_load(parameter)
         computed = (unit.param if unit else None) or dtype
-        trains = [op.trainable for op in self._freezing()]
+        trains = [op.trainable for op in self.freezing]
         group = next((g for g in self.facts.ties if full in g), ())
         return ParameterAnswer(
             name=parameter.name,

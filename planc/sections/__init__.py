@@ -9,8 +9,8 @@ To add a section, add its folder, and its name to `NAMES`. The folder of a backe
 the same parts; its class is asked for the others (`planc.ops.backend`).
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -74,12 +74,14 @@ class SectionDeclaration:
         real_sizes: the codes that belong to `planc.diagnostics.codes.REAL_SIZES`.
         sized: whether its head names an engine and its sizes (`ENGINE_SIZES`). A plan of such
             sections alone needs no mesh: its ranks are those of the engine.
+        other_words: words of other libraries, by what a plan says instead.
     """
 
     example: str
     codes: tuple[tuple[str, str, Any, str], ...] = ()
     real_sizes: tuple[str, ...] = ()
     sized: bool = False
+    other_words: Mapping[str, str] = field(default_factory=dict)
 
 
 FOLDER = Path(__file__).parent

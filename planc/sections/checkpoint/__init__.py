@@ -15,4 +15,9 @@ DECLARATION = SectionDeclaration(
         ("PL584", "error", "plan", "a budget for modules whose calls cannot be counted"),
         ("PL672", "warning", "plan", "recomputation that draws other random numbers"),
     ),
+    other_words={
+        "checkpoint { model.layers.* : full }": "activation_checkpointing gradient_checkpointing "
+        "activation_checkpoint checkpointing checkpoint_wrapper recompute",
+        "ops(save = [attention, matmul(every = 2)])": "selective",
+    },
 )

@@ -10,4 +10,5 @@ DECLARATION = SectionDeclaration(
         ("PL452", "error", "plan", "nothing trains"),
         ("PL453", "error", "plan", "tied parameters of which only one is frozen"),
     ),
+    other_words={"train { model.embed_tokens : frozen }": "freeze frozen requires_grad"},
 )

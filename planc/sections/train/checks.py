@@ -11,7 +11,7 @@ def check(plan: Plan, facts: Facts, sink: Sink) -> None:
     """A train rule must match parameters, and some parameter must stay trainable."""
     if plan.adapters is not None and plan.adapters.rules:
         _report_adapted(plan.adapters, plan, sink)
-    if "train" in plan.broken:
+    if not plan.freezes_known:
         return
     found = list(owned(plan, facts))
     heard = {own.training for own in found if own.training is not None}
