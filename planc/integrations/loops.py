@@ -6,7 +6,6 @@ from typing import Any
 from torch import distributed
 
 from planc.ir.mesh_axes import LOADED
-from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.runtime.run import Run
 
@@ -50,7 +49,7 @@ def save_weights(run: Run, folder: str | os.PathLike[str]) -> None:
     """Writes what a loop keeps of a model: its adapters in peft's files where the plan has some,
     else all weights for `from_pretrained`.
     """
-    if run.lowered.has(Adapt):
+    if run.lowered.adapters:
         run.save_adapters(folder)
     else:
         run.export(folder, replace=True)
@@ -58,7 +57,7 @@ def save_weights(run: Run, folder: str | os.PathLike[str]) -> None:
 
 def load_weights(run: Run, folder: str | os.PathLike[str]) -> None:
     """Reads what `save_weights` wrote."""
-    if run.lowered.has(Adapt):
+    if run.lowered.adapters:
         run.load_adapters(folder)
     else:
         run.load(folder)

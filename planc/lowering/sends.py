@@ -126,7 +126,7 @@ def _last(block: Modules, step: Step) -> Modules | None:
     last = inside[max(inside)] if inside else []
     sums = [o for o in last if isinstance(o, Parallelize) and _sums(o)]
     known = all(isinstance(o, Parallelize) and (_sums(o) or _before(o)) for o in last)
-    adapted = (m for op in step.lowered.find_ops(Adapt) for m in op.members)
+    adapted = (m for op in step.lowered.adapters for m in op.members)
     if not sums or not known or any(sums[-1].modules.is_within(m) for m in adapted):
         return None
     return sums[-1].modules
@@ -215,7 +215,7 @@ def _runs(op: Parallelize, step: Step) -> int:
     """The number of runs of modules in a forward pass: DoRA with dropout runs its layer on both
     inputs.
     """
-    both = (a for a in step.lowered.find_ops(Adapt) if a.dora and a.dropout and _is_adapted(a, op))
+    both = (a for a in step.lowered.adapters if a.dora and a.dropout and _is_adapted(a, op))
     return 2 if any(both) else 1
 
 

@@ -20,7 +20,6 @@ from planc.model.block_arguments import BlockArguments
 from planc.model.config import chosen_experts, integer_of
 from planc.model.facts import DTYPE_BYTES, Modules
 from planc.ops.base import AxisRole, Op
-from planc.ops.context import ContextParallel
 from planc.ops.fsdp import FullyShard
 from planc.ops.layouts import Layout, Partial, Replicate, Shard
 from planc.ops.lowered import Lowered
@@ -126,7 +125,7 @@ class Step:
     @cached_property
     def runs(self) -> int:
         """The runs of tokens that a rank has of each sequence."""
-        return prod(op.runs for op in self.lowered.find_ops(ContextParallel))
+        return prod(op.runs for op in self.lowered.contexts)
 
     @property
     def divisors(self) -> tuple[int, int]:

@@ -19,9 +19,11 @@ from planc.ops import base
 from planc.ops.activation_checkpoint import Checkpoint, checkpoints
 from planc.ops.backend import Backend
 from planc.ops.call import Context
+from planc.ops.context import ContextParallel
 from planc.ops.freeze import Freeze, freezes
 from planc.ops.fsdp import Divide, FullyShard
 from planc.ops.load import Load
+from planc.ops.lora import Adapt
 from planc.ops.optimizer import Optimize, OptimizerClass
 from planc.ops.pipeline import Pipeline
 from planc.ops.registry import AnyOp
@@ -178,6 +180,21 @@ class Lowered(InNotebooks):
         return tuple(modules for op in self.ops for modules in op.loss_modules)
 
     @property
+    def adapters(self) -> list[Adapt]:
+        """The operations that add adapters, in order."""
+        return self.every(Adapt)
+
+    @property
+    def contexts(self) -> list[ContextParallel]:
+        """The operations that split sequences, or images, over an axis."""
+        return self.every(ContextParallel)
+
+    @property
+    def optimizer_rules(self) -> list[Optimize]:
+        """The operations that decide how parameters are stepped; none without the section."""
+        return self.every(Optimize)
+
+    @property
     def fsdp_units(self) -> list[FullyShard]:
         """The operations that make units of FSDP, in order; none with a backend."""
         return self.find_ops(FullyShard)
@@ -246,7 +263,7 @@ class Lowered(InNotebooks):
     @property
     def optimizer_classes(self) -> tuple[OptimizerClass, ...]:
         """The user-defined optimizers."""
-        algorithms = (op.algorithm for op in self.find_ops(Optimize))
+        algorithms = (op.algorithm for op in self.optimizer_rules)
         return tuple(a for a in algorithms if isinstance(a, OptimizerClass))
 
     @property

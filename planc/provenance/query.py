@@ -22,7 +22,6 @@ from planc.ops.base import AxisRole, Op
 from planc.ops.contract import Split, part_sizes, weight_split
 from planc.ops.decisions import Question
 from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread, along, offloading, where
-from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
@@ -52,7 +51,7 @@ def why(name: str, compiled: Compiled, sink: Sink) -> Reasons | None:
 
 def _apply_adapters(facts: Facts, lowered: Lowered) -> Facts:
     rules = []
-    for op in lowered.find_ops(Adapt):
+    for op in lowered.adapters:
         for members in op.members:
             layers = Modules(members.path, facts.module_at(members.first_name).module)
             every = lowered.find_ops(Quantize)
@@ -329,7 +328,7 @@ class _Question:
         placement = (self._spread(unit) or unit) if unit else None
         shard = kept_shape(local, placement, self.lowered)
         dtype = parameter.dtype
-        if not self.lowered.has(Adapt):  # else the facts are cast already
+        if not self.lowered.adapters:  # else the facts are cast already
             dtype = self.lowered.load.dtype_after_load(parameter)
         computed = (unit.param if unit else None) or dtype
         trains = [op.trainable for op in self.freezing]

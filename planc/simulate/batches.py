@@ -152,7 +152,7 @@ def _uneven_length(lowered: Lowered, length: int) -> int | None:
     and those of a context axis as many as they take; None without such axes.
     """
     sizes = [a.size for a in lowered.axes if a.role is AxisRole.TENSOR and a.size > 1]
-    context = lowered.find_ops(ContextParallel)
+    context = lowered.contexts
     parts = math.prod(lowered.axis_size(op.axis) for op in context)
     runs = parts * (2 if any(op.balance != "none" for op in context) else 1)
     found = (n for n in range(length - runs, 0, -runs) if any(n // parts % s for s in sizes))

@@ -18,7 +18,6 @@ from planc.ops.base import Op
 from planc.ops.documents import parts_reset
 from planc.ops.expert_capacity import LimitExperts
 from planc.ops.lowered import Lowered
-from planc.ops.optimizer import Optimize
 from planc.ops.registry import AnyOp
 from planc.runtime.collectives import named_modules
 from planc.runtime.run import Run
@@ -356,13 +355,13 @@ def _of_all_stages(own: Tensors, model: nn.Module) -> Tensors:
 
 def _single_optimizer(model: nn.Module, lowered: Lowered) -> torch.optim.Optimizer:
     """The plan's own optimizer, on whole parameters; AdamW where it has none."""
-    if not lowered.has(Optimize):
+    if not lowered.optimizer_rules:
         return _optimizer(model)
     return _without_noise(planned_optimizer(model, RATE, DECAY))
 
 
 def _rank_optimizer(model: nn.Module, run: Run) -> torch.optim.Optimizer:
-    if not run.lowered.has(Optimize):
+    if not run.lowered.optimizer_rules:
         return run.optimizer(_optimizer(model))
     return _without_noise(run.optimizer(lr=RATE, weight_decay=DECAY))
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from planc.model.patches import AFTER_TEXT
 from planc.ops.base import AxisRole
-from planc.ops.context import ContextParallel
 from planc.runtime.gradients import mean_over
 from planc.runtime.run import Run
 from planc.simulate.trace import ModuleCall, Seen, Trace
@@ -125,7 +124,7 @@ def part_rank(run: Run) -> int:
 
 def parts_of(run: Run, inputs: Mapping[str, Any]) -> Iterator[RankPart]:
     """Yields the part of a batch that this rank has; nothing where it has all of it."""
-    for op in run.lowered.find_ops(ContextParallel):
+    for op in run.lowered.contexts:
         if op.patches:
             size, first = run.lowered.axis_size(op.axis), op.patches == AFTER_TEXT
             yield ImagePart(rank=part_rank(run), size=size, first=first)
@@ -134,7 +133,7 @@ def parts_of(run: Run, inputs: Mapping[str, Any]) -> Iterator[RankPart]:
     if context_axes(run) and isinstance(ids, Tensor):
         index = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         mine = run.batch({**inputs, "labels": index})["labels"]
-        behind = any(op.of_rows for op in run.lowered.find_ops(ContextParallel))
+        behind = any(op.of_rows for op in run.lowered.contexts)
         yield BatchPart(mine.cpu(), ids.shape[1], behind)
 
 

@@ -32,7 +32,7 @@ def load_function(lowered: Lowered) -> list[str]:
         "",
         f'    {_ONE_FORM}"""',
     ]
-    adapts = lowered.find_ops(Adapt)
+    adapts = lowered.adapters
     if adapts:
         lines.append("    unset = unset_adapters(model)")
     function, *given = _CHECKED[way]

@@ -43,7 +43,6 @@ from planc.model.fused_kernels import hide
 from planc.model.sources.huggingface import prepare, quiet, training_model
 from planc.ops.document import loads
 from planc.ops.lowered import Lowered
-from planc.ops.optimizer import Optimize
 from planc.proxy.input_search import forward_arguments
 from planc.proxy.stack_frames import of_a_model
 from planc.runtime.collectives import Collectives, named_modules
@@ -312,7 +311,7 @@ class _Rank:
         return int((config.get("text_config") or config)["vocab_size"])
 
     def _optimizer(self, run: Run) -> Any:
-        if self.lowered.has(Optimize):  # it reads which ranks a mesh has, and asks the others
+        if self.lowered.optimizer_rules:  # it reads which ranks a mesh has, and asks the others
             asked = mock.patch.object(distributed, "all_gather_object", _alike)
             with unset_fake_temporarily(), asked:
                 return run.optimizer(lr=1e-4)
