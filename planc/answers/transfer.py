@@ -158,7 +158,7 @@ def _sides_of(
 ) -> tuple[TransferSide, TransferSide, dict[str, str]] | None:
     """Both sides and their names; None after findings."""
     other = compile(read(serve, sink), compiled.facts, sink, world_size=size, settings=settings)
-    found = [_side(one, sink) for one in (compiled, other)] if not sink.failed else [None]
+    found = [_side(one, sink) for one in (compiled, other)] if not sink.has_errors else [None]
     if found[0] is None or found[1] is None:
         return None
     assert compiled.plan is not None and other.plan is not None and compiled.facts is not None

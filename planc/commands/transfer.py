@@ -35,7 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     sink = Sink()
     options.set, settings = split_settings(options.set)
-    compiled = output.compiled(options, sink)
+    compiled = output.compile_options(options, sink)
     found = transfer_of(
         compiled,
         options.serve,

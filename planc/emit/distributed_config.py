@@ -59,14 +59,16 @@ def _config(lowered: Lowered, sink: Sink) -> dict[str, Any] | None:
         if tensor.setdefault(_generic(name), style) != style:
             message = f"a `DistributedConfig` has one style for all layers: see `{_generic(name)}`"
             sink.error("PL739", message)
-    if sink.failed:
+    if sink.has_errors:
         return None
     if found.get("tp_size", 1) > 1:
         found["tp_plan"] = _complete(tensor, lowered.family)
     found |= _experts(lowered, sink)
     if lowered.fsdp_units and found.get("fsdp_size", 1) * found.get("dp_replicate_size", 1) > 1:
         found |= _fsdp(lowered.fsdp_units, lowered, sink)
-    mean = lowered.axis_size(*lowered.averaged)  # the divisor that transformers sets for experts
+    mean = lowered.axis_size(
+        *lowered.averaged_axes
+    )  # the divisor that transformers sets for experts
     others = {op.WORD: op.origin for op in lowered.ops if getattr(op, "factor", None) != mean}
     for word, origin in others.items():
         if word not in _BESIDE:

@@ -32,7 +32,7 @@ def render(lowered: Lowered, sink: Sink) -> str | None:
     for word, origin in {op.WORD: op.origin for op in lowered.ops}.items():
         if word not in _BESIDE:
             sink.warning("PL739", f"a `tp_plan` does not have `{word}`", origin)
-    return None if sink.failed else json.dumps(found, indent=2) + "\n"
+    return None if sink.has_errors else json.dumps(found, indent=2) + "\n"
 
 
 def rules(lowered: Lowered, sink: Sink) -> dict[str, str]:

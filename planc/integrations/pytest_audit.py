@@ -26,7 +26,7 @@ def planc_audit() -> Audit:
         sink = Sink()
         made = AuditedModel(ClassBuilder(cls, config))
         verdicts = list(audit_model(cls.__name__, made, sink, kinds))
-        if sink.failed:
+        if sink.has_errors:
             pytest.fail(render(list(sink), "full", color=False, width=100), pytrace=False)
         return verdicts
 

@@ -182,17 +182,17 @@ class Lowered(InNotebooks):
     @property
     def adapters(self) -> list[Adapt]:
         """The operations that add adapters, in order."""
-        return self.every(Adapt)
+        return self.find_ops(Adapt)
 
     @property
     def contexts(self) -> list[ContextParallel]:
         """The operations that split sequences, or images, over an axis."""
-        return self.every(ContextParallel)
+        return self.find_ops(ContextParallel)
 
     @property
     def optimizer_rules(self) -> list[Optimize]:
         """The operations that decide how parameters are stepped; none without the section."""
-        return self.every(Optimize)
+        return self.find_ops(Optimize)
 
     @property
     def fsdp_units(self) -> list[FullyShard]:

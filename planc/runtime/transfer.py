@@ -234,7 +234,7 @@ class _Weights:
     def _merge(self, name: str) -> Tensor:
         tensor = self.tensors[name]
         ranges = shards.slices_of(tensor, self.orders.get(name))
-        return shards.part_of(tensor) + shards.taken(self.changes[name](), ranges)
+        return shards.part_of(tensor) + shards.select_ranges(self.changes[name](), ranges)
 
 
 # Joining -----------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def sends(op: AnyOp, step: Step) -> Iterator[Sent]:
     if not isinstance(op, ChunkLoss) or not op.axes:
         return
     one = replace(gather_template(op.WORD, op.modules, op.axes), times=step.passes)
-    heads = [contract(o.style) for o in step.lowered.styles if op.modules.within(o.modules)]
+    heads = [contract(o.style) for o in step.lowered.styles if op.modules.is_within(o.modules)]
     states = step.size(step.hidden)
     if any(collective_kind(*flow.forward) for head in heads for flow in head.takes):
         yield replace(one, size=states)

@@ -19,7 +19,7 @@ from planc.sections.loss.ops import ChunkLoss
 
 def model_problems(model: nn.Module, lowered: Lowered) -> Iterator[Diagnostic]:
     """PL557: the plan would replace another loss than the cross entropy of the next tokens."""
-    for chunked in lowered.every(ChunkLoss):
+    for chunked in lowered.find_ops(ChunkLoss):
         if name := replaced_loss(model):
             yield problem(
                 "PL557",

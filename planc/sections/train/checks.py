@@ -2,7 +2,7 @@
 
 from planc.diagnostics.diagnostic import Label, Sink
 from planc.ir.nodes import Adapters, Plan
-from planc.ir.parameter_owners import owned
+from planc.ir.parameter_owners import owned_modules
 from planc.model.facts import Facts, Modules
 from planc.ops.freeze import Freeze
 
@@ -13,7 +13,7 @@ def check(plan: Plan, facts: Facts, sink: Sink) -> None:
         _report_adapted(plan.adapters, plan, sink)
     if not plan.freezes_known:
         return
-    found = list(owned(plan, facts))
+    found = list(owned_modules(plan, facts))
     heard = {own.training for own in found if own.training is not None}
     for rule in plan.freezes:
         if rule not in heard:
@@ -25,7 +25,7 @@ def check(plan: Plan, facts: Facts, sink: Sink) -> None:
             sink.error("PL451", message, rule.origin, help="remove the rule")
     for group in facts.ties:
         _check_ties(group, plan, facts, sink)
-    if not any(own.trained for own in found):
+    if not any(own.has_trainable for own in found):
         sink.error(
             "PL452",
             "every parameter of the model is frozen: nothing trains",
@@ -48,7 +48,7 @@ def _check_ties(group: tuple[str, ...], plan: Plan, facts: Facts, sink: Sink) ->
 
 
 def _innermost_freeze(modules: Modules, plan: Plan) -> Freeze | None:
-    inside = [t for t in plan.freezes if modules.within(t.modules)]
+    inside = [t for t in plan.freezes if modules.is_within(t.modules)]
     return inside[-1] if inside else None  # outer ones come first
 
 

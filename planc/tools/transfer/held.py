@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from planc.ir.local_shapes import ruled, split_dim, splitting
+from planc.ir.local_shapes import split_by_rules, split_dim, splitting
 from planc.ir.nodes import Mesh, Plan, SpreadRule, TensorRule, Unit
-from planc.ir.parameter_owners import Owned, owned
+from planc.ir.parameter_owners import Owned, owned_modules
 from planc.ir.patches import Box, HeldPatch, Index, Patch, Range, RankTensor, TransferSide
 from planc.lowering.stages import elsewhere, of_ranks
 from planc.model.facts import Facts, Modules
@@ -57,7 +57,7 @@ class _Stage:
     """The ranks of a pipeline rank's stages."""
 
     def __init__(self, plan: Plan, facts: Facts, place: int) -> None:
-        self.plan, self.owners = plan, owned(plan, facts)
+        self.plan, self.owners = plan, owned_modules(plan, facts)
         self.splits = splitting(plan)
         op = plan.pipeline.op if plan.pipeline else None
         self.gone = tuple(elsewhere(op)) if op else ()
@@ -71,13 +71,13 @@ class _Stage:
     def shards(self, weight: HubWeight) -> Iterator["_Shards"]:
         """The shards of a weight, of modules under the same rules together."""
         if weight.buffer:
-            if here := weight.modules.outside(self.gone):
+            if here := weight.modules.parts_outside(self.gone):
                 yield _Shards(self, weight, here, (), weight.dtype)
             return
         found: dict[tuple[tuple[_Cut, ...], str], list[Modules]] = {}
         for own in self.owners:
             both = own.modules.overlap(weight.modules)
-            for modules, rules in ruled(both, self.splits) if both else ():
+            for modules, rules in split_by_rules(both, self.splits) if both else ():
                 parameter = modules.module.parameter(weight.name)
                 assert parameter is not None
                 kind = tuple(self._cuts(own, weight, rules)), self.plan.dtype(parameter)
@@ -92,14 +92,14 @@ class _Stage:
         local = list(weight.shape)
         for rule in rules if weight.shape else ():
             if (split := rule.split(parameter)) is not None:
-                parts = part_sizes(split, weight.shape[split.dim]) if split.packed else ()
+                parts = part_sizes(split, weight.shape[split.dim]) if split.is_packed else ()
                 local[split.dim] = -(-local[split.dim] // self.plan.mesh.size(rule.axis))
                 yield _Cut((rule.axis,), split.dim, parts)
         placed: Unit | SpreadRule | None = own.spread or own.unit
         if own.unit is None or placed is None or self.plan.fsdp is None or not weight.shape:
             return
         axes = self.plan.fsdp.axes(placed)[0]
-        count = self.plan.mesh.size(*self.plan.mesh.expanded(axes))
+        count = self.plan.mesh.size(*self.plan.mesh.expand(axes))
         if count > 1:
             dim = placed.shard_dim if split_dim(tuple(local), placed.shard_dim, count) else 0
             yield _Cut(tuple(axes), dim)
@@ -165,7 +165,7 @@ def _coordinate(rank: int, axes: Sequence[str], mesh: Mesh) -> int:
         inside = _coordinate(rank, experts.axes, mesh)
         count = experts.ranks.size
         return inside % count if axes[0] == experts.ranks.name else inside // count
-    wanted, index, step = {*mesh.expanded(axes)}, 0, mesh.world_size
+    wanted, index, step = {*mesh.expand(axes)}, 0, mesh.world_size
     for axis in mesh.axes:
         step //= axis.size
         if axis.name in wanted:
@@ -179,7 +179,7 @@ def _ranges(
     """The ranges of each dim at a place along the axes of the cuts."""
     dims: list[list[Ranges]] = [[((0, size),)] for size in shape]
     for cut, index in zip(cuts, place, strict=True):
-        count = mesh.size(*mesh.expanded(cut.axes))
+        count = mesh.size(*mesh.expand(cut.axes))
         whole = dims[cut.dim]
         if cut.parts:
             ends = [sum(cut.parts[: n + 1]) for n in range(len(cut.parts))]

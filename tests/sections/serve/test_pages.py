@@ -75,7 +75,7 @@ def test_rules_are_those_of_transformers():
         if facts.config.get("tie_word_embeddings"):
             continue
         done = compile_plan(facts, "serve/transformers.plan", sink := Sink(), settings=["tp=2"])
-        assert not sink.failed, (model, [*sink])
+        assert not sink.has_errors, (model, [*sink])
         styles = {f"model.{name}": style for name, style in defaults(facts.family)[0].items()}
         styles["lm_head"] = "colwise_gather_output"
         layout = _EngineLayout(serving_of(done.plan), facts, sink)

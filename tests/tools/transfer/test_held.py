@@ -56,7 +56,7 @@ def test_each_rank_has_the_slices_of_the_plan(case):
     sink, facts = Sink(), facts_of(config)
     sets = [*sets, "recompute=false"]
     done = compile_plan(facts, None, sink, world_size=world, settings=sets)
-    assert not sink.failed, [*sink]
+    assert not sink.has_errors, [*sink]
     side = training_side(done.plan, facts)
     assert side.size == world
     faults = {}

@@ -24,7 +24,7 @@ NAMES = {"model": "m", "source": "s", "target": "t"}
 
 def training(config, world, *sets):
     done = compile_plan(facts_of(config), None, sink := Sink(), world_size=world, settings=sets)
-    assert not sink.failed
+    assert not sink.has_errors
     return training_side(done.plan, done.facts)
 
 
