@@ -165,7 +165,7 @@ def _seconds_of(watchdog: float | None) -> float | None:
 def _complete_run(run: Run, compiled: Compiled | None, watchdog: float | None) -> Run:
     """The run, watched, with what its summary says of the plan's text and of the overrides."""
     from planc.answers.transfer import planner_of
-    from planc.runtime.transfer import PLANNERS
+    from planc.runtime.sends_weights import PLANNERS
 
     if watchdog is not None:
         from planc.runtime.safeguards.watchdog import Watchdog

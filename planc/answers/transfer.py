@@ -23,7 +23,8 @@ from planc.tools.transfer.table import TransferTable, table_of
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from planc.runtime.transfer import EngineWeights, Planner
+    from planc.runtime.sends_weights import Planner
+    from planc.runtime.transfer import EngineWeights
 
 BUCKET = 1 << 30
 _SERVE = "serve."

@@ -14,7 +14,6 @@ from enum import StrEnum
 from typing import TypedDict, Unpack
 
 from planc.diagnostics.source import Span
-from planc.sections import SECTIONS
 
 
 class Severity(StrEnum):
@@ -287,15 +286,20 @@ _ELSEWHERE = {
     "mesh { ep = 2 }": _sizes("ep expert_parallel expert_model_parallel"),
     "mesh { dp_shard = auto }": _sizes("dp_shard data_parallel_shard data_parallel dp fsdp"),
     "mesh { dp_replicate = 2 }": _sizes("dp_replicate data_parallel_replicate"),
-    **{line: words for section in SECTIONS.values() for line, words in section.other_words.items()},
 }
-"""The words of a plan, by those of torch, transformers, peft and trainers."""
+"""The words of other libraries, torch, transformers, peft and trainers, by what a plan says;
+sections that are folders have theirs.
+"""
 
 
 def elsewhere(name: str) -> str | None:
     """The help for a word of another library, its class with or without its module; else None."""
+    from planc.sections import SECTIONS  # only a mistake needs them
+
     bare = name if name.startswith("torch.") and name.count(".") == 1 else name.rpartition(".")[2]
-    written = next((line for line, words in _ELSEWHERE.items() if bare in words.split()), None)
+    tables = (_ELSEWHERE, *(section.other_words for section in SECTIONS.values()))
+    lines = (line for table in tables for line, words in table.items() if bare in words.split())
+    written = next(lines, None)
     return f"`{bare}` is, in a plan, `{written}`" if written else None
 
 

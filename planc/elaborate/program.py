@@ -381,11 +381,6 @@ _ITEMS = {
 def _unknown_sections(program: Program, known: tuple[str, ...]) -> None:
     for section in program.sections:
         if section.name in known:
-            declared = SECTIONS.get(section.name)
-            stated = [n.origin for n in (section.engine, *section.sizes) if n is not None]
-            if stated and not (declared and declared.sized):
-                message = f"`{section.name}` is followed by `on` and axes, or by its lines"
-                program.sink.error("PL011", message, stated[0])
             continue
         hint = did_you_mean(section.name, known, f"known are {one_of(known, last='and')}")
         hint = _ITEMS.get(section.name, hint)

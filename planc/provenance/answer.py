@@ -283,21 +283,26 @@ def _together(reasons: Sequence[Reason]) -> Iterator[Reason]:
             yield replace(group[0], what=what, target=target, place=place)
 
 
+def decision_names() -> tuple[str, ...]:
+    """The names of an answer's decisions: fields, and sections that are folders."""
+    sections = (kind.SECTION for kind in kinds() if kind.SECTION)
+    return tuple(dict.fromkeys((*_DECISIONS, *sections)))
+
+
 def document(answer: Reasons, lowered: Lowered) -> dict[str, Any]:
     """The answer in the form of `grammars/why.schema.json`."""
     stages = json.loads(dumps(lowered))["stages"]
     ops = [op for stage in stages for op in stage["ops"]]
-    sections = [name for name in dict.fromkeys(kind.SECTION for kind in kinds()) if name]
     fields: dict[str, Any] = {}
     for name, value in asdict(answer).items():
         fields[name] = value
         if name == "sections":
             reasons = fields.pop(name)
-            fields |= {n: reasons.get(n, ()) for n in sections if n not in _DECISIONS}
+            fields |= {n: reasons.get(n, ()) for n in decision_names() if n not in _DECISIONS}
     del fields["findings"]
     fields["like"], fields["alike"] = str(answer.like), len(answer.like)
     fields["class"] = fields.pop("cls")
-    for name in dict.fromkeys((*_DECISIONS, *sections)):
+    for name in decision_names():
         for reason in fields[name]:
             reason["op"] = ops[reason["op"]]
     return {"format_version": FORMAT_VERSION, **fields}

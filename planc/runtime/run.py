@@ -30,10 +30,10 @@ from planc.runtime.preconditions import stop
 from planc.runtime.profile import StepProfile, profiling
 from planc.runtime.safeguards.changes import ModelChanges
 from planc.runtime.safeguards.inputs import PassComparison, SameRows
+from planc.runtime.sends_weights import SendsWeights
 from planc.runtime.sharded_tensors import SHARDED_BY
 from planc.runtime.standalone.clipping import clip_grad_norm
 from planc.runtime.training_step import Batch, TrainingStep
-from planc.runtime.transfer import SendsWeights
 from planc.runtime.weights import peft_files, resuming, saving
 from planc.runtime.weights.background import Background
 from planc.runtime.weights.extras import Extra

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from lark import Token, Transformer, v_args
@@ -12,7 +11,8 @@ from planc.diagnostics.source import Source, Span
 from planc.syntax import ast
 
 _MODIFIERS = ("optional", "override")
-_LISTS = ("axes", "replicate")
+_AXES = ("axes", "replicate")
+_LISTS = (*_AXES, "sizes")
 
 Method = Callable[[Any, Meta, list[Any]], ast.Node]
 
@@ -88,13 +88,11 @@ class Builder(Transformer[Token, ast.File]):
     let = _node(ast.Let, "override", "name", "value")
     require = _node(ast.Require, "condition", "message")
     style = _node(ast.Style, "name", "path")
-    _section = _node(ast.Section, "override", "name", "engine", "axes", "replicate", "items")
+    section = _node(ast.Section, "override", "name", "axes", "replicate", "items")
+    _engine = _node(ast.Section, "override", "name", "engine", "sizes", "items", *_AXES)
 
-    def section(self, meta: Meta, children: list[Any]) -> Any:
-        override, name, engine, on, *rest = children
-        sized = bool(on) and isinstance(on[0], ast.Setting)
-        node: Any = self._section(meta, [override, name, engine, () if sized else on, *rest])
-        return replace(node, sizes=on) if sized else node
+    def engine_section(self, meta: Meta, children: list[Any]) -> Any:
+        return self._engine(meta, [*children, (), ()])
 
     def sizes(self, meta: Meta, children: list[Any]) -> tuple[ast.Setting, ...]:
         return tuple(children)

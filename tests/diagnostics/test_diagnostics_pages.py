@@ -67,8 +67,8 @@ def test_the_codes_of_the_source_are_those_with_a_page():
 
 def test_findings_have_the_severity_that_the_registry_gives():
     """The calls of a code with two severities decide between them; any other call states one."""
-    errors = ("problem", "stop", "_report_nested", "refused", "_along", "_Found", "_changed")
-    errors += ("Requirement",)  # a package that a plan needs
+    errors = ("problem", "stop", "show_error", "report_nested", "refuse_call", "_along", "_Found")
+    errors += ("_change_error", "Requirement")  # the last is a package that a plan needs
     always = dict.fromkeys(errors, "error")
     found = {}
     for code, call in uses():

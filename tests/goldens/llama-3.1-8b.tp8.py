@@ -87,7 +87,7 @@ def shards_at_rest(model):
         )
         group.pre_forward = listed_again(group, group.pre_forward)
         if stacks := [each for each in group.fsdp_params if is_stack(each)]:
-            group.post_backward = filled(group, stacks)
+            group.post_backward = fill_unused_gradients(group, stacks)
         group.post_backward = if_gathered(group, group.post_backward)
     model.register_forward_pre_hook(before_pass, prepend=True)
     model.register_forward_hook(after_pass, always_call=True)
@@ -202,12 +202,12 @@ def listed_again(group, plain):
     a block may be recomputed before the backward pass of a unit inside it.
     """
 
-    def called(*args):
+    def call(*args):
         for each in group.fsdp_params if group.is_unsharded else ():
             each._setattr_on_modules(each._unsharded_param)
         return plain(*args)
 
-    return called
+    return call
 
 
 def once_differentiated(plain):
@@ -251,7 +251,7 @@ def is_stack(each):
     return each.sharded_param.ndim > 2 and "expert" in names.lower()
 
 
-def filled(group, stacks):
+def fill_unused_gradients(group, stacks):
     """A group's `post_backward` that first makes the gradients of stacks whose module
     ran, and from which no row of this rank has chosen: torch reduces what a rank has,
     so that ranks would send buffers of different sizes.

@@ -343,7 +343,7 @@ def test_the_configuration_of_an_export_is_read_back(home, name):
     cls, part = huggingface.prepare(config, Sink())
     model = huggingface._on_meta(lambda: cls._from_config(part))
     (home / "export").mkdir()
-    lowered = SimpleNamespace(every=lambda _kind: [], model=first.name)
+    lowered = SimpleNamespace(find_ops=lambda _kind: [], model=first.name)
     saving._describe(home / "export", model, lowered, None, [*model.state_dict()])
     written = (home / "export" / "config.json").read_text()
     assert '"__float__": "Infinity"' in written

@@ -45,7 +45,7 @@ def valid(answer, lowered):
     """The answer as JSON, which is as the schema says."""
     document = json.loads(json.dumps(render.document(answer, lowered)))
     problems = [e.message for e in SCHEMA.iter_errors(document)]
-    for section in render.SECTIONS:
+    for section in render.decision_names():
         for reason in document[section]:
             problems += [e.message for e in OP.iter_errors(reason["op"])]
     assert problems == []
@@ -71,7 +71,7 @@ def test_every_shipped_plan_is_explained_whole(model, plan, settings):
             assert answer.like.has(name)
             if name == next(modules.names()):
                 valid(answer, lowered)
-            for section in render.SECTIONS:
+            for section in render.decision_names():
                 for reason in getattr(answer, section):
                     told.add(reason.op)
                     assert bool(reason.place) == bool(reason.text), reason
@@ -282,7 +282,7 @@ def test_adapters(tmp_path):
     for modules in facts.model.below():
         for name in modules.names():
             answer = ask(compiled, name)
-            told |= {r.op for s in render.SECTIONS for r in getattr(answer, s)}
+            told |= {r.op for s in render.decision_names() for r in getattr(answer, s)}
             rest += sum(h.at_rest for h in answer.parameters)
     assert rest == compiled.lowered.parameters
     left = set(range(len(compiled.lowered.ops))) - told

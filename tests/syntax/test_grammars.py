@@ -34,6 +34,7 @@ BRACKET = ("punctuation",), (kinds.Punctuation,)
 MEANINGS = {
     "NAME": NAMES,
     "F1B": NAMES,
+    "SERVE": NAMES,  # a section's
     "SELECTOR": (("entity.name.tag",), (kinds.Name.Tag,)),
     "CLASS": (("support.class",), (kinds.Name.Class,)),
     "NUMBER": (("constant.numeric",), (kinds.Number,)),
@@ -57,7 +58,7 @@ def keyword(terminal):
 def test_every_terminal_has_a_meaning():
     others = {t.name for t in parser().terminals if not keyword(t)}
     assert others - MEANINGS.keys() == {"_NL", "__IGNORE_0"}
-    assert MEANINGS.keys() - others == {"AND", "OR", "NOT", "IN", "TRUE", "FALSE", "NULL"}
+    assert MEANINGS.keys() - others == {"AND", "OR", "NOT", "IN", "TRUE", "FALSE", "NULL", "SERVE"}
 
 
 def texts():

@@ -73,7 +73,7 @@ def test_five_errors_give_five_diagnostics():
         (1, "PL001", "unexpected `fro`: expected `for`"),
         (6, "PL001", "unexpected `=`: expected a value"),
         (11, "PL001", "unexpected `colwise`: expected `,`, `:`, `has`, `{` or a class"),
-        (17, "PL001", "unexpected `dp_shard`: expected `(`, `,`, `on` or `{`"),
+        (17, "PL001", "unexpected `dp_shard`: expected `*`, `,` or `{`"),
         (18, "PL001", "unexpected `bf16`: expected an operator or `,`"),
     ]
 

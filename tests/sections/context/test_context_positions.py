@@ -61,7 +61,9 @@ def test_layers_pass_keywords_to_the_cache():
     """Since 5.24 they call `cache.update(..., kwargs=kwargs)`."""
     keys = torch.ones(1, 2, 3)
     context = SimpleNamespace(
-        keys=SimpleNamespace(heads=1), others={}, gathered=lambda part: torch.cat([part, part], 2)
+        keys=SimpleNamespace(heads=1),
+        others={},
+        gather_tokens=lambda part: torch.cat([part, part], 2),
     )
     cache = PartCache(context, keys)
     assert cache.update(keys, keys, 0, kwargs={}) == (keys, keys)

@@ -98,7 +98,7 @@ def test_adapters(tmp_path, how, settings):
 
 
 def test_a_stage_that_loses_a_block(uncached, monkeypatch):
-    found = Stages._found
+    found = Stages._find_modules
 
     def lost(self, model, blocks, inputs, outputs):
         places = found(self, model, blocks, inputs, outputs)

@@ -143,8 +143,8 @@ def test_an_override_wins():
     [
         ("serve", "names its engine"),
         ("serve tgi", "no serving engine `tgi`"),
-        ("matmul vllm", "`matmul` is followed by"),
-        ("matmul on tp = 2", "`matmul` is followed by"),
+        ("matmul vllm", "unexpected `vllm`"),
+        ("matmul on tp = 2", "unexpected `=`"),
     ],
 )
 def test_heads(head, words):

@@ -260,7 +260,7 @@ def alone(tmp_path, monkeypatch):
     made.end()
     distributed.destroy_process_group()
     made.join(10)
-    assert not made.is_alive() and sys.excepthook != made._failed
+    assert not made.is_alive() and sys.excepthook != made._write_error
 
 
 def until(true):
