@@ -267,11 +267,11 @@ def shown(path: Path) -> str:
     return f"plans/{path.relative_to(PLANS)}" if ships else os.path.relpath(path)
 
 
-def shipped_file(name: str) -> Path:
-    """The place of a shipped plan: `llama`, or `serve/vllm.plan` for a plan of an engine."""
+def shipped_file(name: str) -> Path | None:
+    """The shipped plan of a name, such as `llama` or `serve/vllm.plan`; None if none has it."""
     inside = Path(name if name.endswith(".plan") else f"{name}.plan")
-    above = inside.is_absolute() or ".." in inside.parts
-    return PLANS / (inside.name if above else inside)
+    outside = inside.is_absolute() or name.startswith(".") or ".." in inside.parts
+    return None if outside or not _is_file(PLANS / inside) else PLANS / inside
 
 
 def locate(plan: str) -> PlanFile | None:
@@ -293,8 +293,8 @@ def locate(plan: str) -> PlanFile | None:
             return PlanFile(name=shown(known), path=known)
         if bare and (base := plan_of_family(plan)):
             return base
-        if not bare and shipped_file(plan).is_file():
-            return PlanFile(name=shown(shipped_file(plan)), path=shipped_file(plan))
+        if "/" in plan and (ships := shipped_file(plan)):
+            return PlanFile(name=shown(ships), path=ships)
     except ProjectError:
         raise
     except (OSError, ValueError):  # a name too long, or with a NUL in it
@@ -309,15 +309,14 @@ def base_of(place: PlanFile, name: str) -> PlanFile:
     """The file that `extend "name"` in a plan names."""
     folder = place.path.parent if place.path else Path()
     path = folder / name
-    known = shipped_file(name)
-    ships = _is_file(known)
+    ships = shipped_file(name)
     if place.revision is not None:
         if not ships or _is_at_revision(place.revision, path):
             return PlanFile(name=f"{place.revision}:{path}", path=path, revision=place.revision)
-        return PlanFile(name=shown(known), path=known)
+        return PlanFile(name=shown(ships), path=ships)
     # a folder of weights may have the name as well, and a plan does not mean itself
     if ships and (not _is_file(path) or path == place.path):
-        return PlanFile(name=shown(known), path=known)
+        return PlanFile(name=shown(ships), path=ships)
     prefix = place.name.removesuffix(place.path.name) if place.path else ""
     return PlanFile(name=name if Path(name).is_absolute() else f"{prefix}{name}", path=path)
 

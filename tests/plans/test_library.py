@@ -281,3 +281,9 @@ def test_remedies_do_not_depend_on_other_plans_of_ones_own(tmp_path, monkeypatch
     assert "give `model.layers.*.self_attn.o_proj` the style `rowwise`" in " ".join(
         before[1].split()
     )
+
+
+@pytest.mark.parametrize("folder", ["", "/nowhere/", "../nowhere/", "nowhere/", "./"])
+def test_a_file_that_is_missing_is_no_shipped_plan(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert locate(f"{folder}llama.plan") is None and locate("serve/vllm.plan") is not None
