@@ -368,7 +368,7 @@ def text(place: PlanFile, origin: Span | None, sink: Sink) -> str | None:
 
 def _similar(place: PlanFile, origin: Span | None) -> str | None:
     """The help for a file that another file names and that cannot be read: the files with similar
-    names in its folder, and shipped plans if the file is named without a folder.
+    names in its folder, and in the folder of that name which ships, such as `serve`.
     """
     if origin is None or place.path is None:
         return None
@@ -380,8 +380,9 @@ def _similar(place: PlanFile, origin: Span | None) -> str | None:
         known = {p.stem for p in path.parent.iterdir() if p.suffix == suffix}
     except OSError:  # there is no such folder
         known = set()
-    if suffix == ".plan" and Path(place.name).parent == Path(origin.source.name).parent:
-        known |= {p.stem for p in plans_in(PLANS)}
+    folder, extender = Path(place.name).parent, Path(origin.source.name).parent
+    if suffix == ".plan" and ".." not in folder.parts and folder.is_relative_to(extender):
+        known |= {p.stem for p in plans_in(PLANS / folder.relative_to(extender))}
     return did_you_mean(path.stem, sorted(known), help)
 
 

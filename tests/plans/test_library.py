@@ -13,6 +13,7 @@ from folders import ROOT, TESTS
 from helpers import sampled
 
 import planc
+from planc.compiler import read
 from planc.diagnostics.diagnostic import Sink
 from planc.ops.document import digest, loads
 from planc.syntax.plan_files import families, locate, plan_of_family
@@ -287,3 +288,19 @@ def test_remedies_do_not_depend_on_other_plans_of_ones_own(tmp_path, monkeypatch
 def test_a_file_that_is_missing_is_no_shipped_plan(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert locate(f"{folder}llama.plan") is None and locate("serve/vllm.plan") is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "help"),
+    [
+        ("lama.plan", "did you mean `llama`"),
+        ("serve/vlm.plan", "did you mean `vllm`?"),
+        ("../plans/vlm.plan", "a path is relative to the file that names it"),
+    ],
+)
+def test_a_misspelled_base_names_shipped_plans(name, help, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.plan").write_text(f'plan a for llama\nextend "{name}"\n')
+    sink = Sink()
+    assert read("a.plan", sink) is None
+    assert [d.code for d in sink] == ["PL006"] and next(iter(sink)).help.startswith(help)

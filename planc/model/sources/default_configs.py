@@ -56,6 +56,13 @@ def default_config(name: str) -> dict[str, Any]:
     return dict(values)
 
 
+def model_types() -> list[str]:
+    """All types of the installed transformers."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return sorted(CONFIG_MAPPING_NAMES)
+
+
 def types_with_plans() -> list[str]:
     """The types with a language model that ship a plan for tensor or expert parallelism."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

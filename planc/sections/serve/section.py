@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from planc.diagnostics.diagnostic import one_of
+from planc.diagnostics.diagnostic import did_you_mean, one_of
 from planc.elaborate.call_arguments import Arguments, unknown, word
 from planc.elaborate.evaluate import is_integer
 from planc.elaborate.program import Program
@@ -92,7 +92,9 @@ def _set_size(serving: Serving, size: ast.Setting, program: Program) -> Serving:
         program.sink.error("PL011", message, size.name_origin)
     else:
         message = f"`{size.name}` is {wanted}, not {size.value.origin.text}"
-        program.sink.error("PL012", message, size.value.origin)
+        names = _DTYPES if size.name == kind else ()
+        help = did_you_mean(size.value.origin.text, names)
+        program.sink.error("PL012", message, size.value.origin, help=help)
     return serving
 
 
@@ -111,11 +113,11 @@ def _rules(section: ast.Section, program: Program) -> Iterator[ServeRule]:
         if len(parts) < len(call.arguments) or bool(parts) is not (call.name in FUSED):
             fused = call.name in FUSED
             takes = "names the layers of the files that it fuses" if fused else "takes no argument"
-            program.sink.error("PL012", f"`{call.name}` {takes}", call.origin)
+            program.sink.error("PL012", f"`{call.name}` {takes}", call.origin, help=_form(call))
             continue
         if call.name == "qkv" and len(parts) != 3:
             message = "`qkv` names the layers of queries, keys and values, in this order"
-            program.sink.error("PL012", message, call.origin)
+            program.sink.error("PL012", message, call.origin, help=_form(call))
             continue
         yield ServeRule(
             ends=tuple(ends),
@@ -127,11 +129,20 @@ def _rules(section: ast.Section, program: Program) -> Iterator[ServeRule]:
         )
 
 
+def _form(call: ast.Call) -> str:
+    """The help for the arguments of a layer."""
+    if call.name not in FUSED:
+        return f"write `{call.name}`"
+    parts = "q_proj, k_proj, v_proj" if call.name == "qkv" else "gate_proj, up_proj"
+    return f"write `{call.name}({parts})`, with the names of the files"
+
+
 def _ends(selector: ast.Selector, program: Program) -> list[str]:
     """The ends of names that a selector has, with braces expanded."""
     if not _PATH.fullmatch(selector.path) or selector.cls or selector.has:
         message = "a layer of an engine is named by the end of its name, with braces at most"
-        program.sink.error("PL012", message, selector.origin)
+        help = "write `self_attn.o_proj : row`, or `mlp.{gate,up}_proj : column`"
+        program.sink.error("PL012", message, selector.origin, help=help)
         return []
     pieces = re.split(r"\{([\w.,]*)\}", selector.path)
     options = [piece.split(",") if at % 2 else [piece] for at, piece in enumerate(pieces)]

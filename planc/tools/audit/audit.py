@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink, did_you_mean
 from planc.model.load import load_values
-from planc.model.sources.default_configs import default_config
+from planc.model.sources.default_configs import default_config, model_types
 from planc.proof.small_case import small_model
 from planc.tools.audit.styles import STYLES
 
@@ -89,6 +89,10 @@ def _audited_model(name: str, sink: Sink) -> "AuditedModel | None":
     from planc.proxy.transformers_model import TransformersBuilder
     from planc.tools.audit.apply import AuditedModel
 
+    if name not in (known := model_types()):
+        message = f"{name} is not judged: transformers has no such type"
+        sink.warning("PL766", message, help=did_you_mean(name, known))
+        return None
     quiet = Sink()
     try:
         facts = load_values(default_config(name), name, quiet)

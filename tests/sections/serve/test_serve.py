@@ -120,6 +120,20 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize(
+    ("sizes", "rules", "help"),
+    [
+        ("on dtype bf61", DENSE, "did you mean `bf16`?"),
+        ("", "self_attn.qkv_proj : qkv\n", "write `qkv(q_proj, k_proj, v_proj)`"),
+        ("", "mlp.gate_up_proj : merged\n", "write `merged(gate_proj, up_proj)`"),
+        ("", "model.layers.*.mlp.down_proj : row\n", "write `self_attn.o_proj : row`"),
+    ],
+)
+def test_help(sizes, rules, help):
+    _, _, sink = compiled(LLAMA, serve(sizes, rules))
+    assert any(d.code == "PL012" and (d.help or "").startswith(help) for d in sink), [*sink]
+
+
 @pytest.mark.parametrize("words", REFUSED)
 def test_refused(words):
     config, sizes, rules, code = REFUSED[words]

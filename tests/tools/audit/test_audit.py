@@ -115,6 +115,13 @@ def test_a_type_without_a_language_model_is_not_judged():
     assert not list(audit(["clip"], sink)) and [d.code for d in sink] == ["PL766"]
 
 
+def test_a_misspelled_type_is_not_judged():
+    sink = Sink()
+    assert not list(audit(["lama"], sink))
+    [finding] = sink
+    assert finding.code == "PL766" and finding.help.startswith("did you mean `llama`")
+
+
 def test_styles_have_a_meaning_and_a_place():
     """Each style that transformers registers, at the line of its class."""
     assert set(ALL_PARALLEL_STYLES.keys()) <= STYLES.keys()
