@@ -56,7 +56,7 @@ def tested_versions(library: str) -> list[str]:
 
 def untested_message(installed: Mapping[str, str]) -> str:
     """The message of PL744; empty if rows ran with all versions. The argument is as of
-    `untested`.
+    `untested_versions`.
     """
     others = untested_versions(installed)
     return f"planc is not tested with {one_of(others)}" if others else ""

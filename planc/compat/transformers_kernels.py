@@ -9,4 +9,4 @@ with private_names("transformers"):
 if is_kernels_available():
     require("transformers", hub_kernels, "get_kernel_hub")
 
-__all__ = ["hub_kernels", "is_kernels_available"]
+__all__ = ["hub_kernels"]

@@ -5,13 +5,13 @@ the shipped plan that the lowered plan lacks are written as `replicate`.
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from pprint import pformat
 from typing import Any, cast
 
 from planc.diagnostics.diagnostic import Sink
 from planc.emit.tp_plan import rules
+from planc.model.facts import generic
 from planc.model.sources.huggingface import defaults
 from planc.ops.base import AxisRole
 from planc.ops.expert_parallel import DispatchExperts
@@ -53,11 +53,12 @@ def render_class(lowered: Lowered, sink: Sink) -> str | None:
 
 
 def _config(lowered: Lowered, sink: Sink) -> dict[str, Any] | None:
-    found: dict[str, Any] = dict(_sizes(lowered, sink))
+    found = _sizes(lowered, sink)
     tensor: dict[str, str] = {}
     for name, style in rules(lowered, sink).items():
-        if tensor.setdefault(_generic(name), style) != style:
-            message = f"a `DistributedConfig` has one style for all layers: see `{_generic(name)}`"
+        # transformers has no rules of single layers
+        if tensor.setdefault(generic(name), style) != style:
+            message = f"a `DistributedConfig` has one style for all layers: see `{generic(name)}`"
             sink.error("PL739", message)
     if sink.has_errors:
         return None
@@ -66,9 +67,8 @@ def _config(lowered: Lowered, sink: Sink) -> dict[str, Any] | None:
     found |= _experts(lowered, sink)
     if lowered.fsdp_units and found.get("fsdp_size", 1) * found.get("dp_replicate_size", 1) > 1:
         found |= _fsdp(lowered.fsdp_units, lowered, sink)
-    mean = lowered.axis_size(
-        *lowered.averaged_axes
-    )  # the divisor that transformers sets for experts
+    # the divisor that transformers itself sets for experts
+    mean = lowered.axis_size(*lowered.averaged_axes)
     others = {op.WORD: op.origin for op in lowered.ops if getattr(op, "factor", None) != mean}
     for word, origin in others.items():
         if word not in _BESIDE:
@@ -76,17 +76,12 @@ def _config(lowered: Lowered, sink: Sink) -> dict[str, Any] | None:
     return found
 
 
-def _generic(name: str) -> str:
-    """A name with `*` for the number of its layer: transformers has no rules of single layers."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
-
-
-def _sizes(lowered: Lowered, sink: Sink) -> Iterator[tuple[str, int]]:
+def _sizes(lowered: Lowered, sink: Sink) -> dict[str, Any]:
     """The sizes of a configuration by their names, without sizes of 1."""
     names = {AxisRole.TENSOR: "tp_size", AxisRole.STAGE: "pp_size"}
     replicated = {axis for op in lowered.fsdp_units for axis in op.replicate}
     data = {True: "dp_replicate_size", False: "fsdp_size"}
-    sizes: dict[str, int] = {}
+    sizes: dict[str, Any] = {}
     for axis in lowered.axes:
         if axis.size == 1:
             continue
@@ -98,7 +93,7 @@ def _sizes(lowered: Lowered, sink: Sink) -> Iterator[tuple[str, int]]:
             sink.warning("PL767", message, axis.origin, help=f"--set {axis.name}=1")
         else:
             sizes[name] = sizes.get(name, 1) * axis.size
-    yield from sizes.items()
+    return sizes
 
 
 def _complete(tensor: Mapping[str, str], family: str) -> dict[str, str]:
@@ -130,7 +125,7 @@ def _experts(lowered: Lowered, sink: Sink) -> dict[str, Any]:
         if op.chunks > 1:
             message = "a `DistributedConfig` has no chunks of an all-to-all"
             sink.warning("PL767", message, op.origin)
-        for name in dict.fromkeys(map(_generic, op.modules.names())):
+        for name in dict.fromkeys(map(generic, op.modules.names())):
             for parameter in op.modules.module.parameters:
                 plan[f"{name}.{parameter.name}"] = "grouped_gemm"
             plan[name] = "ep_dispatch_experts"
@@ -154,7 +149,7 @@ def _fsdp(units: list[FullyShard], lowered: Lowered, sink: Sink) -> dict[str, An
         for name in (name for modules in op.members for name in modules.names()):
             # all layers have one style: that of the first, which the last may not have
             if name and name not in experts:
-                plan.setdefault(_generic(name), style)
+                plan.setdefault(generic(name), style)
     first = units[0]
     return {
         "fsdp_plan": plan,

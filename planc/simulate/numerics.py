@@ -85,6 +85,12 @@ def full_copy(tensor: torch.Tensor) -> torch.Tensor:
     return full.detach().clone()
 
 
+def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """`full_copy` of the gradients, by the names of parameters."""
+    named = ((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
+    return {name: full_copy(gradient) for name, gradient in named}
+
+
 def _same_shape(mine: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether the shapes are equal; a scalar parameter has one element under FSDP."""
     one, other = tuple(mine.shape), tuple(right.shape)

@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_replaced import REPLACED
+from test_replaced import REPLACED, code_of
 
 ROOT = Path(__file__).parents[2]
 MAPPING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
@@ -71,12 +71,7 @@ def plain(node, *, arguments):
     """The code of a definition without docstrings, or its arguments alone."""
     if isinstance(node, ast.FunctionDef) and arguments:
         return ast.unparse(node.args)
-    if arguments:
-        return ""
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(inner):
-            inner.body = inner.body[1:] or [ast.Pass()]
-    return ast.unparse(node)
+    return "" if arguments else code_of(node)
 
 
 def changed_names(old, new, names, *, arguments):

@@ -48,10 +48,15 @@ def source_digest(name):
     node = ast.parse(source_file(module).read_text(encoding="utf-8"))
     for part in path.split("."):
         node = next(n for n in ast.walk(node) if getattr(n, "name", "") == part)
+    return hashlib.sha256(code_of(node).encode()).hexdigest()[:16]
+
+
+def code_of(node):
+    """The code of a definition without docstrings, which leave the node."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(inner):
             inner.body = inner.body[1:] or [ast.Pass()]
-    return hashlib.sha256(ast.unparse(node).encode()).hexdigest()[:16]
+    return ast.unparse(node)
 
 
 def source_file(module):

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from planc.model.sources.huggingface import quiet
 from planc.proxy.transformers_model import TransformersBuilder
-from planc.simulate.numerics import errors_by_name, full_copy, relative
+from planc.simulate.numerics import errors_by_name, full_copy, full_gradients, relative
 
 
 def measure(values, seed=0):
@@ -112,9 +112,7 @@ def once(model, inputs):
         "weights": weights,
         "logits": full_copy(output.logits),
         "loss": full_copy(output.loss),
-        "gradients": {
-            n: full_copy(p.grad) for n, p in model.named_parameters() if p.grad is not None
-        },
+        "gradients": full_gradients(model),
     }
 
 

@@ -7,7 +7,7 @@ from transformers_tp_jobs import folder, loaded
 
 from planc.model.sources.huggingface import quiet
 from planc.proxy.transformers_model import TransformersBuilder
-from planc.simulate.numerics import errors_by_name, full_copy, relative
+from planc.simulate.numerics import errors_by_name, full_copy, full_gradients, relative
 
 
 def train(values, config):
@@ -38,11 +38,8 @@ def train(values, config):
         output.loss.backward()
         return {
             "loss": relative(full_copy(output.loss), losses[own]),
-            "gradient": max(errors_by_name(_gradients(parallel), _gradients(single)).values()),
+            "gradient": max(
+                errors_by_name(full_gradients(parallel), full_gradients(single)).values()
+            ),
             "split": parallel.tp_plan != {} and torch.is_tensor(output.loss),
         }
-
-
-def _gradients(model):
-    named = ((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
-    return {name: full_copy(grad) for name, grad in named}

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from planc.compat.transformers_distributed import (
     DistributedConfig,
@@ -23,12 +22,11 @@ from planc.compat.transformers_distributed import (
 )
 from planc.diagnostics.diagnostic import first_line
 from planc.model.sources.huggingface import quiet
-from planc.simulate.numerics import errors_by_name, full_copy, relative
+from planc.proof.small_mesh import RANKS
+from planc.simulate.numerics import errors_by_name, full_copy, full_gradients, relative
+from planc.simulate.outcome import LIMIT
 from planc.simulate.thread_ranks import RankFailure, busy, run_ranks
 
-LIMIT = 1e-4
-"""The largest relative error that counts as rounding."""
-RANKS = 2
 SECONDS = 120.0
 """The limit of one run, in seconds of processor time."""
 
@@ -146,7 +144,7 @@ class AuditedModel:
                 losses.append(output.loss.detach())
                 logits.append(output.logits.detach())
             self._references[split] = _Step(
-                logits=torch.cat(logits), loss=torch.stack(losses), gradients=_gradients(model)
+                logits=torch.cat(logits), loss=torch.stack(losses), gradients=full_gradients(model)
             )
         return self._references[split]
 
@@ -169,12 +167,7 @@ def _train(model: Any, inputs: Mapping[str, Any], step: _Step, *, backward: bool
     if backward:
         output.loss.backward()
         step.loss = full_copy(output.loss)
-        step.gradients = _gradients(model)
-
-
-def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    named = ((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
-    return {name: full_copy(grad) for name, grad in named}
+        step.gradients = full_gradients(model)
 
 
 def _compare(reference: _Step, steps: list[_Step], *, split: bool, gradients: bool) -> StepErrors:

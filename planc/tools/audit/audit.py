@@ -6,9 +6,6 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from planc.diagnostics.diagnostic import Sink, did_you_mean
-from planc.model.load import load_values
-from planc.model.sources.default_configs import default_config, model_types
-from planc.proof.small_case import small_model
 from planc.tools.audit.styles import STYLES
 
 if TYPE_CHECKING:
@@ -86,7 +83,9 @@ def audit_model(
 
 def _audited_model(name: str, sink: Sink) -> "AuditedModel | None":
     """The proxy model of a type, or None after PL766."""
-    from planc.proxy.transformers_model import TransformersBuilder
+    from planc.model.load import load_values
+    from planc.model.sources.default_configs import default_config, model_types
+    from planc.proof.small_case import small_model
     from planc.tools.audit.apply import AuditedModel
 
     if name not in (known := model_types()):
@@ -98,7 +97,7 @@ def _audited_model(name: str, sink: Sink) -> "AuditedModel | None":
         facts = load_values(default_config(name), name, quiet)
         small = small_model(facts) if facts else next(d.message for d in quiet)
         if not isinstance(small, str):
-            return AuditedModel(TransformersBuilder(small.values))
+            return AuditedModel(small.builder())
         reason = small
     except Exception as error:  # of transformers' code, for its own default configuration
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -1,9 +1,10 @@
 """The fewest changes of a plan of transformers with which the proxy model is proved."""
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from planc.model.facts import generic
+from planc.simulate.outcome import LIMIT
 from planc.tools.audit.apply import Rules, StepErrors
 from planc.tools.audit.styles import GRADIENT_SUM, STYLES
 
@@ -13,12 +14,10 @@ class Repair:
     """The changes of a plan; the plan with them is proved.
 
     Args:
-        rules: the plan with all changes.
         removed: the names without a rule.
         changed, added: styles by name.
     """
 
-    rules: Rules
     removed: tuple[str, ...] = ()
     changed: Mapping[str, str] = field(default_factory=dict)
     added: Mapping[str, str] = field(default_factory=dict)
@@ -60,11 +59,11 @@ def _single_changes(
     rules: Rules, found: StepErrors, among: Rules | None = None
 ) -> Iterator[dict[str, str]]:
     """Yields plans that sum the gradients that are off, or have another style for one rule."""
-    holders = list(dict.fromkeys(_generic(n).rpartition(".")[0] for n in found.gradients))
+    holders = list(dict.fromkeys(generic(n).rpartition(".")[0] for n in found.gradients))
     free = [name for name in holders if name and name not in rules]
-    if free and found.logits < 1e-4:
+    if free and found.logits < LIMIT:
         yield {**rules, **dict.fromkeys(free, GRADIENT_SUM)}
-    suspects = {_generic(name) for name in found.gradients} | set(holders)
+    suspects = {generic(name) for name in found.gradients} | set(holders)
     names = [name for name in (among or rules) if among or name in suspects]
     for name in names:
         meaning = STYLES.get(str(rules[name]))
@@ -91,13 +90,7 @@ def _without_one(kept: Rules, group: Rules) -> Iterator[dict[str, str]]:
 
 def _difference(before: Rules, after: Rules) -> Repair:
     return Repair(
-        rules=after,
         removed=tuple(name for name in before if name not in after),
         changed={n: s for n, s in after.items() if n in before and before[n] != s},
         added={n: s for n, s in after.items() if n not in before},
     )
-
-
-def _generic(name: str) -> str:
-    """A name with `*` for each layer number, as transformers writes its rules."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)

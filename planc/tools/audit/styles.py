@@ -20,7 +20,7 @@ class StyleMeaning:
     """
 
     forward: str
-    backward: str
+    backward: str = "leaves gradients as they are"
     others: tuple[str, ...] = ()
 
 
@@ -28,36 +28,28 @@ _COLWISE = "shards the weight by outputs; the output stays sharded"
 _ROWWISE = "shards the weight by inputs; an all-reduce sums the outputs"
 _SUM = "sums the gradient of the input over the ranks"
 _WHOLE = "divides the gradient of the output among the ranks"
+_COLWISE_WHOLE = StyleMeaning(
+    forward="shards the weight by outputs, and all-gathers the output", backward=_SUM
+)
+_ROWWISE_OF_WHOLE = StyleMeaning(
+    forward="splits the input, shards the weight by inputs, and sums the outputs",
+    backward="all-gathers the gradient of the input",
+    others=("rowwise",),
+)
+"""transformers has two names for each of these."""
 
 STYLES: Mapping[str, StyleMeaning] = {
     "colwise": StyleMeaning(
         forward=_COLWISE, backward=_SUM, others=("packed_colwise", "colwise_gather_output")
     ),
-    "colwise_gather_output": StyleMeaning(
-        forward="shards the weight by outputs, and all-gathers the output", backward=_SUM
-    ),
-    "colwise_rep": StyleMeaning(
-        forward="shards the weight by outputs, and all-gathers the output", backward=_SUM
-    ),
-    "rowwise": StyleMeaning(
-        forward=_ROWWISE, backward="leaves gradients as they are", others=("rowwise_split_input",)
-    ),
-    "rowwise_split_input": StyleMeaning(
-        forward="splits the input, shards the weight by inputs, and sums the outputs",
-        backward="all-gathers the gradient of the input",
-        others=("rowwise",),
-    ),
-    "rowwise_rep": StyleMeaning(
-        forward="splits the input, shards the weight by inputs, and sums the outputs",
-        backward="all-gathers the gradient of the input",
-        others=("rowwise",),
-    ),
+    **dict.fromkeys(("colwise_gather_output", "colwise_rep"), _COLWISE_WHOLE),
+    "rowwise": StyleMeaning(forward=_ROWWISE, others=("rowwise_split_input",)),
+    **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), _ROWWISE_OF_WHOLE),
     "packed_colwise": StyleMeaning(
         forward="shards each half of a fused weight by outputs", backward=_SUM, others=("colwise",)
     ),
     "packed_rowwise": StyleMeaning(
         forward="shards each half of a fused weight by its last dim",
-        backward="leaves gradients as they are",
         others=("rowwise",),
     ),
     "embedding_rowwise": StyleMeaning(
@@ -76,9 +68,7 @@ STYLES: Mapping[str, StyleMeaning] = {
         forward="leaves the module as it is",
         backward="sums the gradient of the rotary part of its output",
     ),
-    "all_reduce": StyleMeaning(
-        forward="sums the output over the ranks", backward="leaves gradients as they are"
-    ),
+    "all_reduce": StyleMeaning(forward="sums the output over the ranks"),
     "moe_tp_experts": StyleMeaning(
         forward="runs a shard of each expert, and sums the outputs",
         backward="sums the gradients of tokens and routing weights",
@@ -88,14 +78,9 @@ STYLES: Mapping[str, StyleMeaning] = {
     ),
     "local_params": StyleMeaning(
         forward="computes with the local shards of its parameters",
-        backward="leaves gradients as they are",
     ),
-    "replicate": StyleMeaning(
-        forward="leaves the module as it is", backward="leaves gradients as they are"
-    ),
-    "grouped_gemm": StyleMeaning(
-        forward="shards the weight by experts", backward="leaves gradients as they are"
-    ),
+    "replicate": StyleMeaning(forward="leaves the module as it is"),
+    "grouped_gemm": StyleMeaning(forward="shards the weight by experts"),
     "ep_dispatch_experts": StyleMeaning(
         forward="sends tokens to the ranks of their experts, and results back",
         backward="sends gradients the same ways",

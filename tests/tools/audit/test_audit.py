@@ -13,7 +13,8 @@ from folders import ROOT
 from planc.compat.transformers_distributed import ALL_PARALLEL_STYLES
 from planc.diagnostics.diagnostic import Sink
 from planc.model.sources.default_configs import types_with_plans
-from planc.tools.audit.apply import LIMIT, StepErrors
+from planc.simulate.outcome import LIMIT
+from planc.tools.audit.apply import StepErrors
 from planc.tools.audit.audit import audit
 from planc.tools.audit.repair import find_repair
 from planc.tools.audit.styles import STYLES, code_place

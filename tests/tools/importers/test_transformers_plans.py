@@ -1,4 +1,4 @@
-"""`planc import` of a DistributedConfig: all four plans of every folder of transformers, and sizes.
+"""`planc import` of a DistributedConfig: all four plans of all types with a plan, and sizes.
 
 The table docs/generated/transformers-plans.md has a row for each folder with a tensor or expert
 plan: `pytest --update` writes it.
