@@ -90,7 +90,7 @@ mutants: $(VENV)/.ready  ## what check says of broken plans, beside four real pr
 	$(BIN)/python -W ignore tests/mutants/run.py --most $(MUTANTS) $(if $(FAMILIES),--families $(FAMILIES))
 
 PLACES ?= 40
-mutation: $(VENV)/.ready  ## breaks places of planc/ one at a time, and tells which tests notice (two hours; PLACES=10)
+mutation: $(VENV)/.ready  ## breaks places of planc/, and tells which tests notice (PLACES=10)
 	$(BIN)/python -W ignore tests/mutation/run.py --places $(PLACES)
 
 SCRIPTS ?= 300

@@ -181,10 +181,10 @@ def planner_of(compiled: Compiled) -> Planner:
         sides = _sides_of(compiled, serve, sink, settings=settings, size=size)
         if sides is None:
             raise PlanError(sink)
-        source, target, names = sides
+        source, target, _ = sides
         same = {rank: rank for rank in range(target.size)} if shared else {}
         table = table_of(source, target, same)
-        return TransferPlan(table=table, sources=source, targets=target, names=names)
+        return TransferPlan(table=table, sources=source, targets=target)
 
     return plan
 

@@ -16,8 +16,10 @@ require(
     *("torch", multi_threaded_pg.ProcessLocalGroup, "_start_coll", "_terminate"),
     *("exception_handle", "reset"),
 )
-require("torch", Collective, "join")
-require_assigned("torch", Collective, "_count", "_done", "_world_size")
+require_assigned(
+    *("torch", Collective, "_collective", "_count", "_data"),
+    *("_done", "_start_cond", "_world_size"),
+)
 
 
-__all__ = ["Collective", "multi_threaded_pg", "ret_work"]
+__all__ = ["multi_threaded_pg", "ret_work"]

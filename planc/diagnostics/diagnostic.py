@@ -90,8 +90,8 @@ class _More(TypedDict, total=False):
 class Sink:
     """Collects the findings of one run, each once; none is removed, and `replace` explains one.
 
-    What a proof overrules no longer counts: iteration, `diagnostics`, `errors` and `failed` have
-    the findings that stand, `overruled_findings` has the others.
+    What a proof overrules no longer counts: iteration, `diagnostics`, `errors` and `has_errors`
+    have the findings that stand, `overruled_findings` has the others.
     """
 
     _found: dict[Diagnostic, None] = field(default_factory=dict)

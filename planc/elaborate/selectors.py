@@ -124,7 +124,7 @@ def _alternatives(
             for steps in _alternatives(one, scope, optional=optional)
         ]
         path = path[match.end() :]
-    texts = list(itertools.islice(_braces(path), _MAX_ALTERNATIVES + 1))
+    texts = list(itertools.islice(expand_braces(path), _MAX_ALTERNATIVES + 1))
     if len(texts) * len(prefixes) > _MAX_ALTERNATIVES:
         text = f"the braces of `{selector.path}` give more than {_MAX_ALTERNATIVES:,} alternatives"
         scope.sink.error("PL112", text, selector.origin)
@@ -139,13 +139,14 @@ def _alternatives(
         yield (*before, *_steps(text), *kept)
 
 
-def _braces(text: str) -> Iterator[str]:
+def expand_braces(text: str) -> Iterator[str]:
+    """The texts that `a.{b,c}` stands for, in order."""
     match = re.search(r"\{([^{}]*)\}", text)
     if match is None:
         yield text
         return
     for option in match[1].split(","):
-        for rest in _braces(text[match.end() :]):
+        for rest in expand_braces(text[match.end() :]):
             yield text[: match.start()] + option + rest
 
 

@@ -8,6 +8,7 @@ from planc.diagnostics.source import Span
 from planc.ir.mesh_axes import EXPERTS, TENSOR
 from planc.ir.nodes import Meaning, Plan
 from planc.ir.patches import HeldPatch, Index, Patch, RankTensor, TransferSide
+from planc.model.config import integer_of, text_of
 from planc.model.config_fields import HEADS, KV_HEADS
 from planc.model.facts import Facts, Modules
 from planc.model.hub_tensors import HubWeight, hub_tensors, indices_of
@@ -182,8 +183,8 @@ class _EngineLayout:
         number, end, place, expert = matches[0]
         rule = self.serving.rules[number]
         if expert is not None:
-            key = place
-            experts.setdefault((number, end, key), {}).setdefault(expert[0], {})[expert[1]] = tensor
+            by_expert = experts.setdefault((number, end, place), {})
+            by_expert.setdefault(expert[0], {})[expert[1]] = tensor
         elif rule.kind == "left_out":
             return
         elif rule.parts:
@@ -241,7 +242,7 @@ class _EngineLayout:
     # Layers ----------------------------------------------------------------------------------
 
     def _replicate(self, tensor: _HubTensor) -> None:
-        self._add_tp(tensor, tensor.name, lambda _: tensor.shape, lambda _: None, 0)
+        self._add_tp(tensor, tensor.name, tensor.shape, lambda _: None, 0)
 
     def _split(self, rule: ServeRule, tensor: _HubTensor) -> None:
         shape, tp = tensor.shape, self.serving.tp
@@ -257,7 +258,7 @@ class _EngineLayout:
         def slices(t: int) -> _Slices:
             return _Slices(0, t * each, min(each, shape[dim] - t * each))
 
-        self._add_tp(tensor, tensor.name, lambda _: local, slices, dim)
+        self._add_tp(tensor, tensor.name, local, slices, dim)
 
     def _pad_rows(self, rows: int) -> int:
         multiple = VOCABULARY_MULTIPLE
@@ -285,7 +286,7 @@ class _EngineLayout:
         def slices(t: int) -> _Slices:
             return _Slices(here, 0 if rule.kind == "whole" else t // copies * count, count)
 
-        self._add_tp(tensor, key, lambda _: whole, slices, 0, hold=at == 0)
+        self._add_tp(tensor, key, whole, slices, 0, hold=at == 0)
 
     def _rows(self, rule: ServeRule, number: int, size: int, what: str) -> tuple[int, int]:
         """The rows of a part on a rank, and how many ranks have the same rows."""
@@ -303,8 +304,8 @@ class _EngineLayout:
 
     def _heads(self, names: Sequence[str]) -> int:
         """The number of heads that the configuration of the text model states; 0 for none."""
-        config = self.facts.config.get("text_config") or self.facts.config
-        return int(next((config[name] for name in names if config.get(name)), 0))
+        config = text_of(self.facts.config) or self.facts.config
+        return integer_of(config, *names) or 0
 
     def _lacks(self, rule: ServeRule, part: str, there: str) -> None:
         if self._first(f"{rule.origin}{part.rpartition('.')[0]}"):
@@ -347,7 +348,7 @@ class _EngineLayout:
         self,
         tensor: _HubTensor,
         key: str,
-        shape: Callable[[int], tuple[int, ...]],
+        shape: tuple[int, ...],
         slices: Callable[[int], _Slices | None],
         dim: int,
         *,
@@ -376,7 +377,7 @@ class _EngineLayout:
             )
             self._hold(tensor, patch, sorted(ranks))
         if hold:
-            self._tensor(tensor, key, shape(0), every)
+            self._tensor(tensor, key, shape, every)
 
     def _hold(self, tensor: _HubTensor, patch: Patch, ranks: Sequence[int]) -> None:
         self.held.append(

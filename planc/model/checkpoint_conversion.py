@@ -67,7 +67,7 @@ class HubNames:
             self._plain._weight_conversions = loaded
 
     def converted_together(self, names: Sequence[str]) -> list[tuple[str, ...]]:
-        """The names of the model in groups, each of which `stored` takes whole."""
+        """The names of the model in groups, each of which `to_stored` takes whole."""
         if self._plain is None:
             return [(name,) for name in names]
         from planc.compat.transformers import (
@@ -138,3 +138,9 @@ def _plain_model(model: Any) -> Any:
     kind: Any = next(k for k in type(model).__mro__ if k.__module__.startswith(modules))
     with torch.device("meta"):
         return kind._from_config(deepcopy(model.config), attn_implementation="eager")
+
+
+def written_name(model: Any, names: tuple[str, ...]) -> str:
+    """The name under which a tied tensor is written: the one to which the model ties the others."""
+    tied = tuple(getattr(model, "_tied_weights_keys", None) or ())
+    return next((n for n in names if n not in tied), names[0])

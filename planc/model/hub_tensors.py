@@ -4,13 +4,13 @@ Layers of one kind share an entry: names have `{}` for each index of a list. tra
 once for a configuration; the cache has the answer afterwards, also without torch.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from planc.model import cache
-from planc.model.checkpoint_conversion import HubNames, recipes
+from planc.model.checkpoint_conversion import HubNames, recipes, written_name
 from planc.model.facts import Facts, Modules
 from planc.model.hub_pieces import Assembled, HubPiece, Shape, assemble, whole_tensor
 
@@ -50,12 +50,11 @@ class HubWeight:
             yield piece.hub, tuple(sizes[d] for d in sorted(sizes))
 
 
-def hub_tensors(facts: Facts, model: Any = None) -> tuple[HubWeight, ...]:
+def hub_tensors(facts: Facts) -> tuple[HubWeight, ...]:
     """All tensors that the files of a model have, in the order of the model.
 
     Args:
         facts: the model, without adapters.
-        model: its module, where a script has one; else transformers builds it on the meta device.
 
     Raises:
         UnknownHubError: a conversion is not known, or the model has no configuration.
@@ -66,7 +65,7 @@ def hub_tensors(facts: Facts, model: Any = None) -> tuple[HubWeight, ...]:
     key = cache.entry_name(f"hub tensors {_FORMAT}", config=config)
     data = None if facts.lacks_config or facts.own_code else cache.recall(key)
     if data is None:
-        data = _find(facts, model)
+        data = _find(facts)
         cache.keep(key, data)
     sets = {modules.first_name: modules for modules in facts.model.below()}
     made = tuple(_decode(row, sets) for row in data)
@@ -90,15 +89,14 @@ def _decode(row: list[Any], sets: Mapping[str, Modules]) -> HubWeight:
     )
 
 
-def _find(facts: Facts, model: Any) -> list[list[Any]]:
+def _find(facts: Facts) -> list[list[Any]]:
     """The entries as plain data, by transformers' conversions of the first and last of like
     modules.
     """
-    plain = _on_meta(facts) if model is None else model
+    plain = _on_meta(facts)
     state = {n: t for n, t in plain.state_dict(keep_vars=True).items() if hasattr(t, "shape")}
-    tied = tuple(getattr(plain, "_tied_weights_keys", None) or ())
     same = {name: group for group in facts.ties for name in group}
-    kept = {g: next((n for n in g if n not in tied), g[0]) for g in facts.ties}
+    kept = {group: written_name(plain, group) for group in facts.ties}
     own: dict[str, list[str]] = {}
     for name in state:
         own.setdefault(name.rpartition(".")[0], []).append(name.rpartition(".")[2])
@@ -199,8 +197,3 @@ def _on_meta(facts: Facts) -> Any:
         raise UnknownHubError(f"transformers does not build {facts.name}")
     with quiet(), isolate(), torch.device("meta"):
         return prepared[0]._from_config(prepared[1])
-
-
-def hub_shapes(weights: Iterable[HubWeight]) -> dict[str, Shape]:
-    """The shapes of all tensors of the files, by their names with `{}`."""
-    return {name: shape for weight in weights for name, shape in weight.shapes}

@@ -70,7 +70,7 @@ def _what(certificate: Certificate) -> str:
     )
     width = next((config[n] for n in ("hidden_size", "n_embd", "d_model") if n in config), None)
     made = f"{layers} layers of width {width} on {mesh}" if layers and width else f"on {mesh}"
-    return f"{text}\nsmall model: {made}, seeds {', '.join(map(str, certificate['seeds']))}"
+    return f"{text}\nproxy model: {made}, seeds {', '.join(map(str, certificate['seeds']))}"
 
 
 _WORDS = {

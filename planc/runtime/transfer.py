@@ -2,8 +2,8 @@
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -28,7 +28,6 @@ class TransferPlan:
     table: TransferTable
     sources: TransferSide
     targets: TransferSide
-    names: Mapping[str, str]
 
 
 @dataclass(kw_only=True)
@@ -40,7 +39,6 @@ class EngineWeights:
     """
 
     channel: Channel
-    table: TransferTable
     roles: ProcessRoles
     _tensors: Mapping[str, Tensor]
     version: int = 0
@@ -55,7 +53,8 @@ class EngineWeights:
         """
         if not self._whole:
             text = f"the transfer after version {self.version} did not complete"
-            raise stop("PL698", text, help="publish again: no tensor is read until one completes")
+            help = "join with a new `run.transfer` and `planc.join_transfer`, and publish"
+            raise stop("PL698", text, help=help)
         return self._tensors
 
     @property
@@ -89,7 +88,7 @@ def _exchange(
 ) -> None:
     """One transfer; complete only after all processes say that theirs is."""
     try:
-        exchange(side.table, side.channel, side.roles, values, targets)
+        exchange(side.channel, side.roles, values, targets)
         side.channel.agree("done", about="before the transfer was complete")
     except PlanError:
         side.channel.close()  # else those that wait for this process wait for long
@@ -113,11 +112,13 @@ class WeightTransfer:
 
     model: nn.Module
     channel: Channel
-    table: TransferTable
     roles: ProcessRoles
     adapters: str | None
     engine: EngineWeights | None = None
-    counts: Counts = field(default_factory=Counts)
+
+    @property
+    def counts(self) -> Counts:
+        return self.channel.counts
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def publish(self) -> None:
@@ -132,7 +133,6 @@ class WeightTransfer:
             self.engine._receive(values.of_bucket)
         else:
             _exchange(self, values.of_bucket, {})
-        self.counts = self.channel.counts
 
     def close(self) -> None:
         """Leaves the transfer."""
@@ -193,13 +193,15 @@ def start_transfer(
     store = _store(address, rank, seconds)
     if rank == 0:
         content = {
-            **document.document(table, document.traffic_of(table, bucket), planned.names),
+            **document.table_values(table),
             "bucket": bucket,
             "engine": [_describe(tensor) for tensor in planned.targets.tensors],
         }
         store.set("table", zlib.compress(json.dumps(content).encode()))
     names = _process_names(table, shared=shared)
-    channel = Channel(store=store, process=rank, names=names, seconds=seconds, bucket=bucket)
+    channel = Channel(
+        store=store, process=rank, names=names, seconds=seconds, table=table, bucket=bucket
+    )
     roles = _roles(table, shared=shared, source=rank, target=rank if shared else None)
     wrong = _local_faults(model, planned.sources.tensors_of(rank))
     engine = None
@@ -207,12 +209,11 @@ def start_transfer(
         own = planned.targets.tensors_of(rank)
         tensors = _allocate(own) if tensors is None else tensors
         wrong = wrong or _engine_faults(tensors, own)
-        engine = EngineWeights(channel=channel, table=table, roles=roles, _tensors=tensors)
+        engine = EngineWeights(channel=channel, roles=roles, _tensors=tensors)
     _agree(channel, document.digest(table), wrong)
     return WeightTransfer(
         model=model,
         channel=channel,
-        table=table,
         roles=roles,
         adapters=adapters,
         engine=engine,
@@ -227,19 +228,21 @@ def join(
     store.wait(["table"], timedelta(seconds=seconds))
     content = json.loads(zlib.decompress(store.get("table")))
     table = document.table_from(content)
-    own = _tensors_of(content["engine"], rank)
+    tensors_of_all = tuple(map(_read_tensor, content["engine"]))
+    own = TransferSide(size=table.targets, held=(), tensors=tensors_of_all).tensors_of(rank)
     names = _process_names(table, shared=False)
     channel = Channel(
         store=store,
         process=table.sources + rank,
         names=names,
         seconds=seconds,
+        table=table,
         bucket=content["bucket"],
     )
     tensors = _allocate(own) if tensors is None else tensors
     _agree(channel, document.digest(table), _engine_faults(tensors, own))
     roles = _roles(table, shared=False, source=None, target=rank)
-    return EngineWeights(channel=channel, table=table, roles=roles, _tensors=tensors)
+    return EngineWeights(channel=channel, roles=roles, _tensors=tensors)
 
 
 def _store(address: str | None, rank: int | None, seconds: float) -> Any:
@@ -318,15 +321,16 @@ def _describe(tensor: RankTensor) -> list[Any]:
     return [tensor.key, tensor.shape, tensor.dtype, tensor.indices, tensor.ranks]
 
 
-def _tensors_of(described: Iterable[list[Any]], rank: int) -> dict[str, RankTensor]:
-    found: dict[str, RankTensor] = {}
-    for key, shape, dtype, indices, ranks in described:
-        tensor = RankTensor(
-            key=key, shape=tuple(shape), dtype=dtype, indices=indices, ranks=tuple(ranks)
-        )
-        if rank in ranks:
-            found |= {key.format(*index): tensor for index in indices}
-    return found
+def _read_tensor(values: Sequence[Any]) -> RankTensor:
+    """The inverse of `_describe`, after JSON."""
+    key, shape, dtype, indices, ranks = values
+    return RankTensor(
+        key=key,
+        shape=tuple(shape),
+        dtype=dtype,
+        indices=tuple(map(tuple, indices)),
+        ranks=tuple(ranks),
+    )
 
 
 def _allocate(wanted: Mapping[str, RankTensor]) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -63,6 +64,7 @@ class Channel:
         process: the number of this one among all.
         names: of all, for messages.
         seconds: after which a process that does not answer counts as lost.
+        table: the blocks of all tensors.
         bucket: the bytes that a rank sends or receives at once.
     """
 
@@ -70,6 +72,7 @@ class Channel:
     process: int
     names: tuple[str, ...]
     seconds: float
+    table: TransferTable
     bucket: int
     counts: Counts = field(default_factory=Counts)
 
@@ -82,6 +85,11 @@ class Channel:
         except RuntimeError as error:
             raise process_lost("another process", "it did not join the transfer", error) from None
         self.rounds = 0
+
+    @cached_property
+    def bucket_parts(self) -> list[list[FlowPart]]:
+        """The parts of all layers, in the order in which they are sent."""
+        return [*buckets(self.table, self.bucket)]
 
     def agree(self, text: str, *, about: str = "") -> list[str]:
         """The texts of all processes, in order; a collective without messages between them.
@@ -116,7 +124,8 @@ def process_lost(who: str, about: str, error: BaseException) -> Exception:
     return stop(
         "PL698",
         f"{who} stopped{where}: {reason[:200]}",
-        help="restart it and publish again; until then the engine's weights are incomplete",
+        help="restart it, join with a new `run.transfer`, and publish; until then the engine's "
+        "weights are incomplete",
     )
 
 
@@ -131,13 +140,12 @@ class ProcessRoles:
 
 
 def exchange(
-    table: TransferTable,
     channel: Channel,
     roles: ProcessRoles,
     values: Callable[[Iterable[str]], Values],
     targets: Mapping[str, Tensor],
 ) -> None:
-    """Sends and receives all blocks of a table; every process of both sides calls it.
+    """Sends and receives all blocks of the channel's table; every process of both sides calls it.
 
     Args:
         values: is called once for each bucket with the names of the sending sides' tensors in it,
@@ -147,7 +155,7 @@ def exchange(
     Raises:
         PlanError: PL698, another process stopped.
     """
-    for number, bucket in enumerate(buckets(table, channel.bucket)):
+    for number, bucket in enumerate(channel.bucket_parts):
         outgoing, incoming, local = _messages(bucket, roles)
         value = values(dict.fromkeys(_sources(bucket)))
         for block in local:

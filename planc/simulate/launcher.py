@@ -277,7 +277,9 @@ def _failure_of(kind: str, report: dict[str, Any]) -> TrialFailure:
 
 
 def comparison(found: list[dict[str, Any]], seconds: float) -> Comparison:
-    """The comparison of all ranks as one; `found` are their reports, as of `worker.compared`."""
+    """The comparison of all ranks as one; `found` are their reports, as of
+    `worker.compare_with_reference`.
+    """
     every = [seed for report in found for seed in report["seeds"]]
     limits = found[0].get("limits", LIMITS)
     errors = {kind: max(float(s[kind]) for s in every) for kind in limits}

@@ -149,7 +149,8 @@ class Reference:
 def train_single(
     model: nn.Module, batches: Batches, lowered: Lowered, ranks: Sequence[RankResult] = ()
 ) -> Reference:
-    """Trains the model, from `alone`, in this process: the same rows, normalized over all of them.
+    """Trains the model, from `apply_for_reference`, in this process: the same rows, normalized over
+    all of them.
 
     `ranks` are those whose random numbers are used again; without any, the process draws its own.
     Raises SingleError: the model has no loss, no gradient, or a value that is not finite.

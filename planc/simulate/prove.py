@@ -43,7 +43,7 @@ def prove(
     precision: bool = False,
 ) -> Errors:
     """The errors of this process, which is one rank of a process group, for one seed of weights and
-    data; the arguments are those of `trained`.
+    data; the arguments are those of `train`.
     """
     result, reference, data = train(builder, lowered, digest, seed, report, device=device)
     if precision:

@@ -232,8 +232,8 @@ class Section(Node):
 
     name: str
     name_origin: Span = field(compare=False, repr=False)
-    axes: tuple[Name, ...]
-    replicate: tuple[Name, ...]
+    axes: tuple[Name, ...] = ()
+    replicate: tuple[Name, ...] = ()
     items: tuple[Item, ...]
     override: bool = False
     engine: Call | None = None

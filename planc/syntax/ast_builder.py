@@ -11,8 +11,7 @@ from planc.diagnostics.source import Source, Span
 from planc.syntax import ast
 
 _MODIFIERS = ("optional", "override")
-_AXES = ("axes", "replicate")
-_LISTS = (*_AXES, "sizes")
+_LISTS = ("axes", "replicate", "sizes")
 
 Method = Callable[[Any, Meta, list[Any]], ast.Node]
 
@@ -89,10 +88,7 @@ class Builder(Transformer[Token, ast.File]):
     require = _node(ast.Require, "condition", "message")
     style = _node(ast.Style, "name", "path")
     section = _node(ast.Section, "override", "name", "axes", "replicate", "items")
-    _engine = _node(ast.Section, "override", "name", "engine", "sizes", "items", *_AXES)
-
-    def engine_section(self, meta: Meta, children: list[Any]) -> Any:
-        return self._engine(meta, [*children, (), ()])
+    engine_section = _node(ast.Section, "override", "name", "engine", "sizes", "items")
 
     def sizes(self, meta: Meta, children: list[Any]) -> tuple[ast.Setting, ...]:
         return tuple(children)

@@ -53,8 +53,7 @@ def searches(folder):
     seconds = {}
     for _ in range(2):
         for name, words in asked.items():
-            fresh = {**os.environ, "PLANC_CACHE_DIR": tempfile.mkdtemp(dir=folder)}
-            fresh.pop("PYTHONDONTWRITEBYTECODE", None)
+            fresh = with_cache(tempfile.mkdtemp(dir=folder))
             for when in ("first", "again"):
                 taken = timed(suggest(folder, *words), fresh)
                 seconds[name, when] = min(taken, seconds.get((name, when), taken))
@@ -94,10 +93,16 @@ COMMANDS = [
 ]
 
 
+def with_cache(folder):
+    """The environment with a cache in a folder, and with bytecode, as of an installed package."""
+    made = {**os.environ, "PLANC_CACHE_DIR": str(folder)}
+    made.pop("PYTHONDONTWRITEBYTECODE", None)
+    return made
+
+
 def commands(folder, repeat):
     """Yields the rows of whole processes, the contenders taking turns."""
-    warm = {**os.environ, "PLANC_CACHE_DIR": str(folder / "warm")}
-    warm.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
+    warm = with_cache(folder / "warm")
     five = [word for setting in FIVE for word in ("--set", setting)]
     small, large = shaped(folder, 32), shaped(folder, 1024)
     contenders = {
@@ -105,7 +110,7 @@ def commands(folder, repeat):
         "warm": lambda: (check("llama-3.1-405b", 16_384), warm),
         "cold": lambda: (
             check("llama-3.1-405b", 16_384, "--level", "structure"),
-            {**warm, "PLANC_CACHE_DIR": tempfile.mkdtemp(dir=folder)},
+            with_cache(tempfile.mkdtemp(dir=folder)),
         ),
         "five axes": lambda: (check("llama-3.1-405b", 16_384, *five), warm),
         "fmt": lambda: ([sys.executable, "-m", "planc", "fmt", "--check", str(PLAN)], warm),
@@ -145,8 +150,7 @@ def first_checks(folder, shapes):
         values = json.loads((PLANS / "models" / f"{name}.json").read_text())
         kind = values.get("_class_name")
         library = [*REFERENCE[:2], f"from diffusers import {kind}"] if kind else REFERENCE
-        fresh = {**os.environ, "PLANC_CACHE_DIR": tempfile.mkdtemp(dir=folder)}
-        fresh.pop("PYTHONDONTWRITEBYTECODE", None)
+        fresh = with_cache(tempfile.mkdtemp(dir=folder))
         words = ["check", name, "--world-size", "8", "--set", "tp=2", "--format", "concise"]
         taken = timed([sys.executable, "-m", "planc", *words], fresh)
         seconds[name] = taken, timed(library, fresh)

@@ -1,4 +1,4 @@
-"""What `make bench` counts, where a count can be held exactly: no test is timed."""
+"""What `make bench` counts, where a count can be held exactly, and how it measures."""
 
 import importlib.util
 import json

@@ -136,7 +136,7 @@ processes (torch {torch}, tp = 2, dp_shard = 2, checkpointing, float32). The res
 are compared with one process: logits, loss, every gradient (limit 1e-4, relative),
 and parameters after two steps of AdamW. If the plan offers sequence parallelism, this
 is repeated with it. Default configurations that are incomplete are completed
-(`DEFAULTS` and `OWN` in `tests/coverage/family_rows.py`).
+(`planc/model/sources/default_configs.py`).
 
 Of {rows} types, {built} can be built; **{proved} are proved** ({shipped} with a plan
 that ships), {half} of them with more than half of their blocks' parameters sharded

@@ -205,6 +205,13 @@ class Untyped(ast.NodeTransformer):
         return ast.Assign(targets=[node.target], value=node.value)
 
 
+def test_a_script_that_dequantizes_defines_what_it_calls(tmp_path):
+    path = tmp_path / "fp8.plan"
+    load = "load {\n    weights = slices\n    dequantize = fp8\n}\n"
+    path.write_text(f'plan fp8 for llama\nextend "llama.plan"\n{load}')
+    well_made(written(planc.lower("llama-3.1-8b", str(path), world_size=8)))
+
+
 def dumped(node):
     return ast.dump(Untyped().visit(node))
 

@@ -225,8 +225,6 @@ def noticed_alone(place, checkout, names, limit):
 
 def noticed_in_group(places, checkout, names, limit):
     """The test that notices each place of a group, by the place; others are left out."""
-    if not places:
-        return {}
     if len(places) == 1:
         test = noticed_alone(*places, checkout, names, limit)
         return {places[0]: test} if test else {}

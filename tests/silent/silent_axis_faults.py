@@ -35,7 +35,7 @@ from planc.runtime.standalone.shards import fsdp_units, groups_of
 
 
 def stage_without_a_block():
-    found = Stages._found
+    found = Stages._find_modules
 
     def lost(self, model, blocks, inputs, outputs):
         places = found(self, model, blocks, inputs, outputs)

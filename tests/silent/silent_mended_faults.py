@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from planc.ops.context import ContextParallel
-from planc.runtime import counted_labels, preconditions, training_step
+from planc.runtime import counted_labels, training_step
 from planc.runtime.safeguards import changes, guards, torch_calls
 from planc.runtime.standalone import (
     fsdp,
@@ -18,6 +18,7 @@ from planc.runtime.standalone import (
     rotary,
     safetensors_files,
 )
+from planc.sections.loss import runtime as loss_runtime
 
 
 @contextlib.contextmanager
@@ -30,7 +31,7 @@ def without_safeguards():
     with contextlib.ExitStack() as stack:
         for owner, name in nothing:
             stack.enter_context(mock.patch.object(owner, name, lambda *_: None))
-        stack.enter_context(mock.patch.object(preconditions, "replaced_loss", lambda _: ""))
+        stack.enter_context(mock.patch.object(loss_runtime, "replaced_loss", lambda _: ""))
         stack.enter_context(mock.patch.object(DTensor, "data", Tensor.data, create=True))
         yield
 

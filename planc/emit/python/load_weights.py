@@ -38,7 +38,7 @@ def load_function(lowered: Lowered) -> list[str]:
     function, *given = _CHECKED[way]
     if load.dequantize and way != "checkpoint":
         how = f'"{load.dequantize}", {load.block}'
-        given.append(f"plain=lambda *given: dequantized(*given, {how})")
+        given.append(f"plain=lambda *given: dequantize(*given, {how})")
     lines += lay(Bracketed(f"found, values = {function}", (*given,)), IN)
     lines.append("    materialize(model, values, device)")
     for op in adapts:

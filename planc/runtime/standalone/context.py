@@ -243,7 +243,7 @@ class ContextParallel:
         hidden = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
         return args, {**kwargs, cache_argument(layer): PartCache(self, hidden)}
 
-    def gather_tokens(self, part: Tensor) -> Tensor:
+    def gather_rank_by_rank(self, part: Tensor) -> Tensor:
         """A tensor `[rows, heads, tokens, ...]` of all ranks, rank by rank."""
         found: Tensor = GatherSequence.apply(part, self.group)
         return found

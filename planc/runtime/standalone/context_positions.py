@@ -126,5 +126,5 @@ class PartCache:
         """The keys of all ranks, `[rows, tokens, features]`."""
         if self.context.keys.heads > 1 or self.context.others:
             raise ContextError("an indexer chooses keys: use `attention = all_gather`")
-        found: Tensor = self.context.gather_tokens(keys.unsqueeze(1))
+        found: Tensor = self.context.gather_rank_by_rank(keys.unsqueeze(1))
         return found.squeeze(1)

@@ -578,7 +578,7 @@ def pack_pieces(pieces: Sequence[Piece], like: Tensor) -> Tensor:
 
 
 def unpack(flat: Tensor, pieces: Sequence[Piece]) -> None:
-    """Fills the pieces from what `packed` made of them."""
+    """Fills the pieces from what `pack_pieces` made of them."""
     sizes = [tensor[part].numel() for tensor, part in pieces]
     for (tensor, part), source in zip(pieces, flat.split(sizes), strict=True):
         tensor[part].copy_(source.view_as(tensor[part]))

@@ -13,7 +13,7 @@ from torch.distributed import checkpoint
 from torch.optim import Optimizer
 
 from planc.diagnostics.diagnostic import Diagnostic, first_line
-from planc.model.checkpoint_conversion import HubNames
+from planc.model.checkpoint_conversion import HubNames, written_name
 from planc.ops.configure import Configure
 from planc.ops.lowered import Lowered
 from planc.runtime.gradients import full_state_dict, on_rank_0
@@ -213,7 +213,7 @@ def _one_by_one(model: nn.Module, added: Mapping[str, Callable[[], Tensor]]) -> 
 
     tied = [names for names in shards.tied_names(model) if not shards.is_adapter(names[0])]
     return {
-        name: tensors[name] for name in (_written_name(model, names) for names in tied)
+        name: tensors[name] for name in (written_name(model, names) for names in tied)
     }, read_full
 
 
@@ -280,12 +280,6 @@ def _replace_weights(folder: Path, new: Path) -> None:
     for file in sorted(old, key=lambda file: file.name != INDEX):  # and an old one first
         file.unlink()
     new.rmdir()
-
-
-def _written_name(model: nn.Module, names: tuple[str, ...]) -> str:
-    """The name under which a tied tensor is written: the one to which the model ties the others."""
-    tied = tuple(getattr(model, "_tied_weights_keys", None) or ())
-    return next((n for n in names if n not in tied), names[0])
 
 
 def _parts(

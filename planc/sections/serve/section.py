@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 from planc.diagnostics.diagnostic import did_you_mean, one_of
@@ -11,13 +10,15 @@ from planc.elaborate.call_arguments import Arguments, unknown, word
 from planc.elaborate.evaluate import is_integer
 from planc.elaborate.program import Program
 from planc.elaborate.rule_conflicts import expand_conditions
+from planc.elaborate.selectors import expand_braces
 from planc.ir.mesh_axes import ENGINE_SIZES
 from planc.ir.serving import FUSED, LAYERS, ServeRule, Serving
+from planc.ops.phrases import SHORT
 from planc.syntax import ast
 
 _ENGINES = {"vllm": False, "sglang": True, "transformers": False}
 """The engines, and whether a padded vocabulary grows until the ranks divide it."""
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_DTYPES = {SHORT[name]: name for name in ("bfloat16", "float16", "float32")}
 _PATH = re.compile(r"[\w.]*(\{[\w.,]*\}[\w.]*)*")
 
 
@@ -144,6 +145,4 @@ def _ends(selector: ast.Selector, program: Program) -> list[str]:
         help = "write `self_attn.o_proj : row`, or `mlp.{gate,up}_proj : column`"
         program.sink.error("PL012", message, selector.origin, help=help)
         return []
-    pieces = re.split(r"\{([\w.,]*)\}", selector.path)
-    options = [piece.split(",") if at % 2 else [piece] for at, piece in enumerate(pieces)]
-    return ["".join(chosen) for chosen in product(*options)]
+    return [*expand_braces(selector.path)]

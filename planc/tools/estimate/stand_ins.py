@@ -75,7 +75,7 @@ class StandIn(ContextParallel):
         eager = self.implementation(arguments["config"]) == "eager"
         return torch.ones(shape, dtype=arguments["dtype"] if eager else torch.bool)
 
-    def gather_tokens(self, part: Tensor) -> Tensor:
+    def gather_rank_by_rank(self, part: Tensor) -> Tensor:
         return torch.cat([part] * self.size, 2)
 
 

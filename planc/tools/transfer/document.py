@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planc.ir.patches import Box, Index, Patch
+from planc.ops import phrases
 from planc.tools.transfer.table import BucketLoad, Move, TransferTable, WeightFlow, buckets
 
 FORMAT_VERSION = 1
@@ -71,14 +72,14 @@ def document(table: TransferTable, traffic: Traffic, names: Mapping[str, str]) -
     Args:
         names: `model`, and the names of both sides, `source` and `target`.
     """
-    tensors = [_tensor(flow) for flow in table.flows]
+    values = table_values(table)
     return {
         "format_version": FORMAT_VERSION,
         "model": names["model"],
-        "source": {"name": names["source"], "ranks": table.sources},
-        "target": {"name": names["target"], "ranks": table.targets},
+        "source": {"name": names["source"], **values["source"]},
+        "target": {"name": names["target"], **values["target"]},
         "digest": digest(table),
-        "colocated": sorted(map(list, table.same.items())),
+        "colocated": values["colocated"],
         "traffic": {
             "bytes": traffic.bytes,
             "imbalance": round(traffic.imbalance, 4),
@@ -88,7 +89,17 @@ def document(table: TransferTable, traffic: Traffic, names: Mapping[str, str]) -
             "sent": [traffic.sent.get(rank, 0) for rank in range(table.sources)],
             "received": [traffic.received.get(rank, 0) for rank in range(table.targets)],
         },
-        "tensors": tensors,
+        "tensors": values["tensors"],
+    }
+
+
+def table_values(table: TransferTable) -> dict[str, Any]:
+    """The part of the JSON values that `table_from` reads."""
+    return {
+        "source": {"ranks": table.sources},
+        "target": {"ranks": table.targets},
+        "colocated": sorted(map(list, table.same.items())),
+        "tensors": [_tensor(flow) for flow in table.flows],
     }
 
 
@@ -198,11 +209,11 @@ def lines(
         yield "  ".join(cells).rstrip()
     yield ""
     sent, received = traffic.sent.values(), traffic.received.values()
-    yield f"sent      {_size(traffic.bytes)} by {_count(len(sent), 'rank')}, {_spread(sent)}"
+    yield f"sent      {phrases.size(traffic.bytes)} by {_count(len(sent), 'rank')}, {_spread(sent)}"
     yield f"          the busiest sends {traffic.imbalance:.2f} times the mean"
     yield f"received  by {_count(len(received), 'rank')}, {_spread(received)}"
     yield (
-        f"buckets   {traffic.buckets:,} of at most {_size(traffic.most)}, "
+        f"buckets   {traffic.buckets:,} of at most {phrases.size(traffic.most)}, "
         f"{_count(traffic.messages, 'message')}"
     )
     for name, value in seconds.items():
@@ -222,7 +233,7 @@ def _rows(flows: Sequence[WeightFlow]) -> Iterable[tuple[str, str, str, str, str
             for move in flow.moves
         )
         name = key.replace("{}", "*")
-        yield name, ", ".join(parts), f"{len(indices):,}", f"{blocks:,}", _size(size)
+        yield name, ", ".join(parts), f"{len(indices):,}", f"{blocks:,}", phrases.size(size)
 
 
 def _part(hub: str, key: str) -> str:
@@ -238,16 +249,12 @@ def _part(hub: str, key: str) -> str:
 def _spread(sizes: Iterable[int]) -> str:
     known = [*sizes]
     low, high = min(known, default=0), max(known, default=0)
-    return f"{_size(high)} each" if low == high else f"{_size(low)} to {_size(high)} each"
+    return (
+        f"{phrases.size(high)} each"
+        if low == high
+        else f"{phrases.size(low)} to {phrases.size(high)} each"
+    )
 
 
 def _count(number: int, word: str) -> str:
     return f"{number:,} {word}{'s' * (number != 1)}"
-
-
-def _size(size: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:,.0f} B" if unit == "B" else f"{size:,.1f} {unit}"
-        size /= 1024
-    raise AssertionError

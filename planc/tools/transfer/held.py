@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from planc.ir.local_shapes import split_by_rules, split_dim, splitting
+from planc.ir.local_shapes import local_shape, split_by_rules, split_dim, splitting
 from planc.ir.nodes import Mesh, Plan, SpreadRule, TensorRule, Unit
 from planc.ir.parameter_owners import Owned, owned_modules
 from planc.ir.patches import Box, HeldPatch, Index, Patch, Range, RankTensor, TransferSide
@@ -85,15 +85,13 @@ class _Stage:
         for (cuts, dtype), sets in found.items():
             yield _Shards(self, weight, tuple(sets), cuts, dtype)
 
-    def _cuts(self, own: Owned, weight: HubWeight, rules: Iterable[TensorRule]) -> Iterator[_Cut]:
+    def _cuts(self, own: Owned, weight: HubWeight, rules: Sequence[TensorRule]) -> Iterator[_Cut]:
         """The cuts of tensor and expert parallelism, then that of FSDP."""
         parameter = own.modules.module.parameter(weight.name)
         assert parameter is not None
-        local = list(weight.shape)
         for rule in rules if weight.shape else ():
             if (split := rule.split(parameter)) is not None:
                 parts = part_sizes(split, weight.shape[split.dim]) if split.is_packed else ()
-                local[split.dim] = -(-local[split.dim] // self.plan.mesh.size(rule.axis))
                 yield _Cut((rule.axis,), split.dim, parts)
         placed: Unit | SpreadRule | None = own.spread or own.unit
         if own.unit is None or placed is None or self.plan.fsdp is None or not weight.shape:
@@ -101,7 +99,8 @@ class _Stage:
         axes = self.plan.fsdp.axes(placed)[0]
         count = self.plan.mesh.size(*self.plan.mesh.expand(axes))
         if count > 1:
-            dim = placed.shard_dim if split_dim(tuple(local), placed.shard_dim, count) else 0
+            local = local_shape(parameter, rules, self.plan)
+            dim = placed.shard_dim if split_dim(local, placed.shard_dim, count) else 0
             yield _Cut(tuple(axes), dim)
 
 
@@ -117,7 +116,8 @@ class _Shards:
 
     @property
     def _key(self) -> str:
-        path = (s if isinstance(s, str) else "{}" for s in self.weight.modules.path)
+        parts = self.weight.modules.path
+        path = ("{}" if not isinstance(s, str) or s.isdecimal() else s for s in parts)
         return ".".join((*path, self.weight.name))
 
     @property

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from planc.runtime.standalone.context import ContextParallel
+from planc.runtime.standalone.context_images import ContextBehindImages
 from planc.runtime.standalone.context_positions import PartCache, position_tables
 
 
@@ -63,8 +64,13 @@ def test_layers_pass_keywords_to_the_cache():
     context = SimpleNamespace(
         keys=SimpleNamespace(heads=1),
         others={},
-        gather_tokens=lambda part: torch.cat([part, part], 2),
+        gather_rank_by_rank=lambda part: torch.cat([part, part], 2),
     )
     cache = PartCache(context, keys)
     assert cache.update(keys, keys, 0, kwargs={}) == (keys, keys)
     assert cache.update_indexer(keys, 0, kwargs={}).shape == (1, 4, 3)
+
+
+def test_keys_behind_images_are_gathered_as_without_images():
+    """In the order of ranks; the rows of embeddings have another order, of which masks know."""
+    assert ContextBehindImages.gather_rank_by_rank is ContextParallel.gather_rank_by_rank
