@@ -282,12 +282,12 @@ def _units(work: Workload) -> Workload:
     layers = [(x, n) for stage in work.stages for x, n in stage if x.root and n > 1]
     own = sum(x.parameters * n for x, n in layers)
 
-    def apart(layer: Layer, n: int) -> Layer:
+    def separate_unit(layer: Layer, n: int) -> Layer:
         if layer.root and n > 1:
             return replace(layer, root=0, resident=1 / n)
         return replace(layer, root=max(0, layer.root - own))
 
-    return work.map_layers(apart) if layers else work
+    return work.map_layers(separate_unit) if layers else work
 
 
 def _checkpoint_layers(work: Workload) -> Workload:

@@ -172,7 +172,7 @@ def by_rows(count: Count) -> Count:
     known: dict[MicroBatch, Counted | None] = {}
     several: dict[MicroBatch, list[tuple[int, Any]]] = {}
 
-    def counted(job: MicroBatch) -> Counted | None:
+    def count_or_interpolate(job: MicroBatch) -> Counted | None:
         if job in known:
             return known[job]
         alike = several.setdefault(job._replace(rows=0), [])
@@ -187,7 +187,7 @@ def by_rows(count: Count) -> Count:
         known[job] = found
         return found
 
-    return counted
+    return count_or_interpolate
 
 
 def _on_a_line(first: Any, second: Any, at: int, distance: int) -> Any:

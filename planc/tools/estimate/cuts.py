@@ -58,7 +58,7 @@ class Cuts:
             stages = tuple((*chain(*blocks[a:b]),) for a, b in pairwise(bounds))
             return step_time(replace(step, stages=stages), self.hardware, self.stack).seconds
 
-        def scheduled(bounds: Bounds) -> float:
+        def schedule_seconds(bounds: Bounds) -> float:
             return timetable(
                 op.schedule,
                 ranks=step.pipeline.size,
@@ -72,8 +72,8 @@ class Cuts:
         both = [one + two for one, two in zip(forward, backward, strict=True)]
         alike = _bounds(balance_stages([round(1e9 * s) for s in both], 0, 0, op.stages))
         others = op.bounds, _bounds(even(len(blocks), op.stages, 0, 0))
-        start = min((alike, *others), key=scheduled)
-        found = min((_move_blocks(start, scheduled), alike, *others), key=run)
+        start = min((alike, *others), key=schedule_seconds)
+        found = min((_move_blocks(start, schedule_seconds), alike, *others), key=run)
         return found, tuple(sum(both[a:b]) for a, b in pairwise(found))
 
     def _blocks(self, counted: Counted) -> list[Layers]:

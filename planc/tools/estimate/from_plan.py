@@ -465,9 +465,9 @@ class PlanWork:
             matmuls=matmuls,
             uneven=sum(m.flops for m in matmuls) - sum(m.flops for m in split.matmuls(1.0)),
             attention=tuple(split.attention()),
-            moved=split.moved() + (gradient_passes(self.plan) if last else 0.0),
+            moved=split.moved_bytes() + (gradient_passes(self.plan) if last else 0.0),
             kernels=len(part.moved) + len(part.products) + len(part.attended),
-            kept=split.kept(),
+            kept=split.saved_bytes(),
             kept_selective=split.selective(rule),
             outputs=split.outputs(inside),
             scored=sum(s.size for s in part.saved if last and not s.module),
@@ -486,7 +486,7 @@ class PlanWork:
             away=split.away(rule),
             width=_gathered_width(unit, inside),
             narrow=_narrow(inside, name),
-            replayed=split.replayed(rule),
+            replayed=split.recomputed_work(rule),
             moved_again=split.moved_again(rule),
             origin=unit.origin if unit else None,
         )
@@ -494,7 +494,7 @@ class PlanWork:
     def _transient(self, split: PartSplit, counted: Counted | None) -> float:
         """`Layer.transient`; `counted` for what computes the loss."""
         if counted is None:
-            return max(split.routed(), split.rounding())
+            return max(split.routed_row_bytes(), split.rounding())
         return logit_copies(self.plan, counted.logits, self.width, self.stack.loss_transient)
 
     def _elements(self, inside: list[Holding], unit: Unit | None, times: int) -> dict[str, int]:

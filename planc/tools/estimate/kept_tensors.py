@@ -114,7 +114,7 @@ def _run(
     kind, several, _ = job.exchange
     length = job.tokens * (several if kind == "gather" else 1)  # whole rows, cut before blocks
     tokens = torch.zeros((job.rows, length), dtype=torch.long)
-    kernels = replace_kernels(model, recorder.fused) if job.kernels else nullcontext()
+    kernels = replace_kernels(model, recorder.record_kernel) if job.kernels else nullcontext()
     with quiet(), _silence_log(), recorder.running(), one_sequence_a_row(), ExitStack() as around:
         around.enter_context(kernels)  # what exchanges states calls them
         around.enter_context(exchanging(model, facts, job))
@@ -229,7 +229,7 @@ class _Recorder:
         return tensor
 
     @contextmanager
-    def fused(self, kernel: Kernel, read: int) -> Iterator[None]:
+    def record_kernel(self, kernel: Kernel, read: int) -> Iterator[None]:
         """Notes one kernel; its stand-in's own operators do not count."""
         at, module = self.layer()
         keys = round(kernel.flops / 4 / kernel.head_dim)

@@ -107,14 +107,14 @@ class _Rank:
 
     def memory(self) -> RankMemory:
         work = self.work
-        held = (*self.rest(), *self.gradients())
-        early = self.rest() if self.whole or work.micro_batches == 1 else held
+        held = (*self.parameters_and_states(), *self.gradients())
+        early = self.parameters_and_states() if self.whole or work.micro_batches == 1 else held
         first, later = self.in_flight()
         most = self.fullest(first)
         usual = self.fullest(moment.after_backward for moment in first)
         before = (*early, *self.grown_at(most))
         loss = (*before, *self.activations(most), *self.resident(), *self.beside_loss())
-        inner = (*self.resident(every=False), *self.gathered(), *self.recomputed_items())
+        inner = (*self.resident(every=False), *self.gathered_units(), *self.recomputed_items())
         activations = (*self.activations(usual, loss=False), *inner, *self.transient(loss=False))
         backward = (*early, *self.grown_at(usual), *activations)
         moments = [
@@ -124,20 +124,24 @@ class _Rank:
         if later:
             most = self.fullest(moment.after_backward for moment in later)
             again = self.recomputed_again(most.begins.chunk)
-            passing = (*early, *self.grown_at(most), *self.inside(weights=True))
+            passing = (*early, *self.grown_at(most), *self.inner_gradients(weights=True))
             waited = (*passing, *self.activations(most), *self.resident(), *again)
             moments.append(Moment(name="gradients of weights", items=waited))
         end = (*held, *self.reduction_buffers())
         if self.whole and work.staged:
-            whole = (*self.rest(), *self.whole_gradients(self.stages), *self.stays_gathered())
+            whole = (
+                *self.parameters_and_states(),
+                *self.whole_gradients(self.stages),
+                *self.stays_gathered(),
+            )
             left = (*whole, *self.activations(usual, done=1), *self.gradients_on_their_way())
             moments.append(Moment(name="end of a micro-batch", items=left))
             end = (*whole, *self.gradients(), *self.reduction_buffers())
         moments.append(Moment(name="end of backward", items=end))
-        moments.append(Moment(name="optimizer step", items=(*held, *self.stepped())))
-        return RankMemory(rank=self.rank, moments=tuple(moments), copied=self.copied())
+        moments.append(Moment(name="optimizer step", items=(*held, *self.optimizer_copies())))
+        return RankMemory(rank=self.rank, moments=tuple(moments), copied=self.copied_bytes())
 
-    def rest(self) -> tuple[Item, ...]:
+    def parameters_and_states(self) -> tuple[Item, ...]:
         if self.work.offload:
             return ()
         precision = self.work.precision
@@ -146,7 +150,7 @@ class _Rank:
             self.states(),
         )
 
-    def copied(self) -> float:
+    def copied_bytes(self) -> float:
         """`RankMemory.copied`; replicas copy all, whichever of them writes it."""
         states = self.trained * self.work.precision.states
         if self.work.updates:
@@ -206,7 +210,7 @@ class _Rank:
         if (width := self.work.precision.compute) != self.work.precision.reduce:
             yield self._shard_item("gradients before accumulation", most, width)
 
-    def kept(self, layer: Layer) -> float:
+    def saved_bytes(self, layer: Layer) -> float:
         """Bytes of one layer's activations for one micro-batch."""
         return 0.0 if layer.parked else layer.stays
 
@@ -245,7 +249,7 @@ class _Rank:
 
     def kept_by_stage(self) -> list[float]:
         """Bytes of one micro-batch's activations in each stage of this rank."""
-        return [sum(self.kept(x) * n for x, n in stage) for stage in self.stages]
+        return [sum(self.saved_bytes(x) * n for x, n in stage) for stage in self.stages]
 
     def activations(self, most: InFlight, *, loss: bool = True, done: int = 0) -> Iterable[Item]:
         """By kind of layer; what the loss keeps is freed before the layers' backward.
@@ -259,18 +263,18 @@ class _Rank:
             each = self.kept_by_stage()
             fullest = max(range(len(each)), key=lambda i: each[i] * (every[i] > 0))
             every = tuple(h - done * (i == fullest) for i, h in enumerate(every))
-        yield from self.exchanged(most, every)
+        yield from self.sent_tensors(most, every)
         waiting = (n * (not first) for n, first in zip(most.waiting, self.begins, strict=True))
         for stage, held, waits in zip(self.stages, every, waiting, strict=True):
             for layer, n in stage:
                 if layer.loss and not loss:
                     continue
-                if kept := self.kept(layer):
+                if kept := self.saved_bytes(layer):
                     yield from _of_layers("activations", (layer, n), kept, held, "in flight")
                 name, late = "gradients for the weights", self.waits(layer)
                 yield from _of_layers(name, (layer, n), late, min(waits, held), "waiting")
 
-    def exchanged(self, most: InFlight, held: tuple[int, ...]) -> Iterable[Item]:
+    def sent_tensors(self, most: InFlight, held: tuple[int, ...]) -> Iterable[Item]:
         """The tensors sent to other stages. They are held until their backward pass, or, if a rank
         has several stages, until the end of the step, when torch's runtime of such schedules waits
         for it.
@@ -329,7 +333,7 @@ class _Rank:
         last = (others or layers)[-1]
         elements = _unit(last) if others else round(sum(_unit(x) * n for x, n in self.layers))
         width = last.width or self.work.precision.compute
-        size = last.whole(width) if others else elements * width
+        size = last.gathered_bytes(width) if others else elements * width
         how = f"{elements:,} elements x {width} bytes{_narrow(last)}, until the forward pass ends"
         yield _of_layer("the last all-gather's buffer", last, size, how)
 
@@ -345,11 +349,11 @@ class _Rank:
             width = blocks[-1].width or self.work.precision.compute
             how = f"{_unit(blocks[-1]):,} elements x {width} bytes, before its backward pass"
             name = "the next all-gather's buffer"
-            yield _of_layer(name, blocks[-1], blocks[-1].whole(width), how)
+            yield _of_layer(name, blocks[-1], blocks[-1].gathered_bytes(width), how)
 
     def recomputed_items(self) -> Iterable[Item]:
         """The activations of one checkpointed layer while it is recomputed."""
-        kinds = [layer for layer, _ in self.layers if self.kept(layer) < layer.kept]
+        kinds = [layer for layer, _ in self.layers if self.saved_bytes(layer) < layer.kept]
         for layer in sorted(kinds, key=lambda x: -x.kept)[:1]:
             yield _of_layer("recomputed activations", layer, layer.kept, "one layer at a time")
 
@@ -367,7 +371,7 @@ class _Rank:
 
     def resident(self, *, every: bool = True) -> Iterable[Item]:
         """FSDP's units that are gathered from the loss on; in the backward pass of a block the last
-        one is one of the two that `gathered` has, or is resharded.
+        one is one of the two in `gathered_units`, or is resharded.
         """
         for layer, count in self.layers if self.full else ():
             staying = _staying(layer)
@@ -378,7 +382,7 @@ class _Rank:
                 size = n * (layer.parameters * width - layer.narrow * (width - 1))
                 yield Item(name=name, size=size, how=how, origin=layer.origin)
 
-    def gathered(self) -> Iterable[Item]:
+    def gathered_units(self) -> Iterable[Item]:
         """FSDP's gathered units, two at a time, and the gradients of one on their way."""
         if not self.full:
             return
@@ -392,7 +396,7 @@ class _Rank:
         yield Item(name="gathered units", size=size, how=how, origin=origin)
         if self.whole:
             yield from self.gradients_on_their_way()
-            yield from self.inside()
+            yield from self.inner_gradients()
             if not self.work.staged:
                 yield self._shard_item("gradients being reduced", most, precision.reduce)
             return
@@ -405,7 +409,7 @@ class _Rank:
             origin=origin,
         )
 
-    def inside(self, *, weights: bool = False) -> Iterable[Item]:
+    def inner_gradients(self, *, weights: bool = False) -> Iterable[Item]:
         """The gradients of both factors of a product of a layer's widest activations, such as those
         of a gated MLP, which exist at once; or that of the largest weight, beside its sum.
         """
@@ -434,11 +438,11 @@ class _Rank:
             how = f"{reduced.how}, and {more / 2**20:,.1f} MiB that they are copied from"
             reduced = replace(reduced, size=reduced.size + more, how=how)
         for layer in layers:
-            added = self.tied(layer)
+            added = self.tied_gradients(layer)
             reduced = added if added.size > reduced.size else reduced
         yield reduced
 
-    def tied(self, layer: Layer) -> Item:
+    def tied_gradients(self, layer: Layer) -> Item:
         """The gathered unit of tied weights and its gradients, of these weights those of the head,
         of the embedding and their sum; and what the last block's reduce-scatter reads, until the
         next one.
@@ -453,7 +457,7 @@ class _Rank:
             how += f", and {_trained_elements(first):,} x {precision.reduce} bytes of a block"
         return Item(name="tied gradients being added", size=size, how=how, origin=self.work.origin)
 
-    def stepped(self) -> Iterable[Item]:
+    def optimizer_copies(self) -> Iterable[Item]:
         copies = 0 if self.work.offload else self.stack.optimizer_copies
         if copies and self.work.updates:
             update = self.work.updates[self.rank]

@@ -72,8 +72,8 @@ class Hardware:
         """TFLOP/s of large products in 8 bits by a recipe of a `matmul` section; 0 for none."""
         return float(getattr(self, f"{recipe}_tflops"))
 
-    def alone(self) -> Hardware:
-        """The machine of a rank whose collectives take no time: what they would hide shows."""
+    def without_collectives(self) -> Hardware:
+        """The same machine with collectives that take no time, so that they hide no computation."""
         return replace(
             self,
             node_gb_s=inf,

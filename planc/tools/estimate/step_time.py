@@ -120,7 +120,7 @@ class Passes:
             context_collectives=share[self.work.context],
             expert_collectives=share[self.work.experts],
             data_collectives=left,
-            host_copies=(copied := self.parked(layer)),
+            host_copies=(copied := self.activation_copy_seconds(layer)),
             launch=max(0.0, launch - computed - left - copied),
         )
 
@@ -200,7 +200,7 @@ class Passes:
         parts = sum(n / shard.size for n, shard, _ in self._parts(layer))
         return self._copy_seconds(parts * self.work.precision.rest) if self.work.offload else 0.0
 
-    def parked(self, layer: Layer) -> float:
+    def activation_copy_seconds(self, layer: Layer) -> float:
         """Seconds to copy offloaded activations; on the compute stream, so not overlapped."""
         return self._copy_seconds(layer.stays if layer.parked else layer.away)
 
@@ -339,11 +339,11 @@ def _bottleneck(spent: Spent, work: Workload, hardware: Hardware) -> str:
         "data_collectives": work.data,
     }
 
-    def said(name: str) -> str:
+    def share_text(name: str) -> str:
         crosses = name in groups and groups[name].crosses(hardware.ranks_per_node)
         where = (" across nodes" if crosses else " in a node") * (name in groups)
         return f"{name.replace('_', ' ')}{where} {100 * parts[name] / spent.total:.0f} %"
 
     others = [name for name in parts if name not in ("matmul", "attention")]
     most, other = max(parts, key=parts.__getitem__), max(others, key=parts.__getitem__)
-    return said(most) if most == other else f"{said(most)}, then {said(other)}"
+    return share_text(most) if most == other else f"{share_text(most)}, then {share_text(other)}"

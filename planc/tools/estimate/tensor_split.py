@@ -199,7 +199,8 @@ class PartSplit:
                 linear=a.linear,
             )
 
-    def moved(self) -> float:
+    def moved_bytes(self) -> float:
+        """Bytes that memory-bound kernels of one rank read and write."""
         return sum(self._rank_bytes(*one) for one in self.part.bytes_moved.items())
 
     def _rank_bytes(self, module: str, size: int) -> float:
@@ -207,8 +208,8 @@ class PartSplit:
         most = self.work.imbalance if self._dispatch(module) else 1.0
         return size / self.factor(module) * most
 
-    def kept(self) -> float:
-        """Bytes that autograd keeps."""
+    def saved_bytes(self) -> float:
+        """Bytes that autograd saves for backward on one rank."""
         if table := self.work.tables.get(self.name):
             return table.saved
         return sum(self._rank_bytes(*one) for one in self.part.bytes_saved.items())
@@ -220,7 +221,7 @@ class PartSplit:
         products = sum(m.m * m.n * m.count for m in self.matmuls()) * self.work.width
         return products + self.part.boundary / self.stream * (norms // len(self.part.like))
 
-    def routed(self) -> float:
+    def routed_row_bytes(self) -> float:
         """Bytes of the rows of experts that exist beside what they keep: three copies in backward,
         the gradient as it comes, in the order of experts, and times their weights; and, where rows
         are sent, one more of those received. Of rows in chunks those of two, one of which is sent.
@@ -258,7 +259,7 @@ class PartSplit:
             name: self._rank_bytes(name, size) for name, size in self.part.largest_saved.items()
         }
         kept = self.selective(rule) if rule.save else self.part.boundary / self.stream
-        dropped = max(0.0, self.kept() - kept)
+        dropped = max(0.0, self.saved_bytes() - kept)
         before = [*order][: [*order].index(last)]
         times = order[last] + sum(order[name] for name in before)
         again = max(0.0, dropped - sum(taken.get(name, 0.0) for name in before))
@@ -269,7 +270,7 @@ class PartSplit:
         """Bytes that selective checkpointing keeps: the layer's input, and outputs of the matmuls
         and the attention that the rule saves.
         """
-        again = self.replayed(rule)
+        again = self.recomputed_work(rule)
         if rule is None or again is None:
             return 0.0
         if table := self.work.tables.get(self.name):
@@ -290,10 +291,10 @@ class PartSplit:
         table = self.work.tables.get(self.name)
         return table.keeping(rule.save).away if rule is not None and table is not None else 0.0
 
-    def replayed(
+    def recomputed_work(
         self, rule: Checkpoint | None
     ) -> tuple[tuple[Matmul, ...], tuple[Attention, ...]] | None:
-        """The matmuls and the attention that a rule with a list of what to save leaves out."""
+        """The matmuls and the attention that a rule with a list of saved calls recomputes."""
         if rule is None or not rule.save:
             return None
         every = {s.name: s.every for s in rule.save}

@@ -217,7 +217,7 @@ class Layer:
         every = sum(m.flops for m in self.matmuls) + sum(a.flops for a in self.attention)
         return every - self.uneven
 
-    def whole(self, compute: int) -> int:
+    def gathered_bytes(self, compute: int) -> int:
         """Bytes of its largest unit while it is gathered; `compute` of an element of most units."""
         width = self.width or compute
         most = max(self.parameters - self.apart, self.apart)

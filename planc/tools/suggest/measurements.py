@@ -48,7 +48,9 @@ class Timed(NamedTuple):
 
     def ratio(self, hardware: Hardware, stack: Stack) -> float:
         """The ratio of the estimated to the measured time."""
-        time = step_time(self.work, hardware.alone() if self.alone else hardware, stack)
+        time = step_time(
+            self.work, hardware.without_collectives() if self.alone else hardware, stack
+        )
         return (time.spent.compute if self.alone else time.seconds) / self.seconds
 
 

@@ -87,10 +87,10 @@ def test_gathers_take_one_byte_an_element(estimated):
         next(x for x, _ in a.work.stages[0] if x.name.startswith("model.layers"))
         for a in (wide, low)
     ]
-    assert blocks[0].narrow == 0 and blocks[0].whole(2) == 2 * blocks[0].parameters
+    assert blocks[0].narrow == 0 and blocks[0].gathered_bytes(2) == 2 * blocks[0].parameters
     norms = 2 * 4096
     assert blocks[1].narrow == blocks[1].parameters - norms
-    assert blocks[1].whole(2) == blocks[1].parameters + norms
+    assert blocks[1].gathered_bytes(2) == blocks[1].parameters + norms
 
 
 def test_hardware_that_has_no_such_products_is_named(estimated):
