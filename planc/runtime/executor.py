@@ -24,7 +24,7 @@ from planc.ops.base import AxisRole, Op
 from planc.ops.call import Assign, Each, Members, MeshOf, Once, ParameterRef
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
-from planc.ops.optimizer import Optimize, OptimizerClass
+from planc.ops.optimizer import OptimizerClass
 from planc.runtime import gradients, preconditions
 from planc.runtime.calls import Values, function_of, resolve
 from planc.runtime.garbage import without_collection
@@ -164,8 +164,8 @@ def _code(lowered: Lowered, allowed: bool) -> None:
         except Exception as error:
             text = f"{type(error).__name__}: {first_line(error)}"
             raise stop("PL172", f"the {what} {path} cannot be imported: {text}") from error
-    for op in lowered.ops:
-        if isinstance(op, Optimize) and isinstance(op.algorithm, OptimizerClass):
+    for op in lowered.optimizer_rules:
+        if isinstance(op.algorithm, OptimizerClass):
             require_arguments(op, op.algorithm)
 
 
@@ -326,15 +326,17 @@ def _no_mesh(mesh: MeshOf) -> DeviceMesh:
 
 def apply_for_reference(model: nn.Module, lowered: Lowered) -> nn.Module:
     """The model of the reference run in one process, with the plan's operations that it has too."""
-    worker = Worker(model, dict(model.named_modules()), None, lowered)
-    for op in lowered.ops:
-        if op.ALONE:
-            worker.run(op)
-    return model
+    return _run_alone(model, lowered, (op for op in lowered.ops if op.ALONE))
 
 
 def add_adapters(model: nn.Module, lowered: Lowered) -> nn.Module:
     """The model with a plan's adapters, and nothing else of the plan."""
-    return apply_for_reference(
-        model, lowered.map_ops(lambda ops: (op for op in ops if isinstance(op, Adapt)))
-    )
+    return _run_alone(model, lowered, lowered.adapters)
+
+
+def _run_alone(model: nn.Module, lowered: Lowered, ops: Iterable[Op]) -> nn.Module:
+    """The model with some operations of a plan, in one process."""
+    worker = Worker(model, dict(model.named_modules()), None, lowered)
+    for op in ops:
+        worker.run(op)
+    return model

@@ -16,7 +16,7 @@ from planc.model.module_table import already_parallel
 from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import Op
 from planc.ops.call import Context, modules_of
-from planc.ops.lora import MAGNITUDE, Adapt
+from planc.ops.lora import MAGNITUDE
 from planc.ops.lowered import Lowered
 from planc.runtime.calls import import_error
 from planc.runtime.meshes import start
@@ -184,7 +184,7 @@ def _inside_adapters(
     lowered: Lowered, modules: dict[str, nn.Module]
 ) -> Iterator[tuple[str, nn.Module]]:
     """The modules that adapters will add; those of their parameters are placeholders."""
-    for op in lowered.find_ops(Adapt):
+    for op in lowered.adapters:
         for name in op.names() if not op.parameters else ():
             if name in modules:
                 yield f"{name}.base_layer", modules[name]

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from planc.files.version import VERSION
 from planc.model import cache
 from planc.ops.lowered import Lowered
-from planc.ops.optimizer import Optimize
 from planc.runtime import gradients
 from planc.runtime.accumulation import Accumulation, accumulation
 from planc.runtime.context import rank_part
@@ -173,7 +172,7 @@ class Run(SendsWeights):
                 created before the plan was applied; PL580, the plan has an optimizer section and
                 an optimizer is given, or it has none and none is.
         """
-        planned = self.lowered.has(Optimize)
+        planned = bool(self.lowered.optimizer_rules)
         if optimizer is None or planned:
             rate = gradients.required_rate(optimizer, lr, planned=planned)
             optimizer = made_optimizer(self.model, rate, weight_decay)

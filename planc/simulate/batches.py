@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from planc.ops.base import AxisRole, Op
-from planc.ops.context import ContextParallel
+from planc.ops.base import AxisRole
 from planc.ops.documents import parts_reset
 from planc.ops.lowered import Lowered
 from planc.ops.towers import ShareTower
@@ -137,7 +136,9 @@ def batches(
     padded = replace(_pad(model, batch_with_labels(0), ranks, uneven=counted), tokens=tokens)
     if quick:
         return Batches(steps=((padded,),), counted=counted, ranks=ranks, gradients_alone=True)
-    document = math.lcm(*(_document_part(op, lowered) for op in lowered.ops))
+    # the number by which the length of a document must be divisible
+    per_document = (op.axis for op in lowered.contexts if op.balance == "per_document")
+    document = math.lcm(*(2 * lowered.axis_size(axis) for axis in per_document))
     last = batch_with_labels(2)
     if uneven and (other := _uneven_length(lowered, length)) and _text(last):
         last = shorter if _runs(model, shorter := batch_with_labels(2, other)) else last
@@ -187,13 +188,6 @@ def _pad(model: nn.Module, inputs: Inputs, ranks: int, *, uneven: bool) -> Trial
         if _runs(model, padded):
             return TrialPass(name="padding", inputs=padded)
     return TrialPass(inputs=made)
-
-
-def _document_part(op: Op, lowered: Lowered) -> int:
-    """The number by which the length of a document must be divisible."""
-    if isinstance(op, ContextParallel) and op.balance == "per_document":
-        return 2 * lowered.axis_size(op.axis)
-    return 1
 
 
 def _pack(model: nn.Module, inputs: Inputs, part: int) -> TrialPass:

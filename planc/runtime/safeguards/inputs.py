@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 from planc.compat.trees import _pytree
 from planc.diagnostics.diagnostic import PlanError, one_of
 from planc.ops.base import AxisRole
-from planc.ops.context import ContextParallel
 from planc.ops.lowered import Lowered
 from planc.ops.towers import ShareTower
 from planc.runtime.counted_labels import IGNORE_INDEX, NEXT_LABELS, rule_of
@@ -147,7 +146,7 @@ def same_rows(lowered: Lowered, meshes: Meshes, passes: int) -> SameRows | None:
 
     None if there are none, or if a style of the model itself says what each rank passes.
     """
-    images = [op.axis for op in lowered.find_ops(ContextParallel) if op.patches]
+    images = [op.axis for op in lowered.contexts if op.patches]
     axes = [a.name for a in lowered.axes if a.role is AxisRole.TENSOR] + images
     if any(not op.modules.path for op in lowered.styles):
         return None

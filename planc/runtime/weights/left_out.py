@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from planc.diagnostics.diagnostic import Diagnostic
-from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
 from planc.runtime.preconditions import problem
 from planc.runtime.safeguards.checksums import MULTIPLIER
@@ -32,7 +31,7 @@ def frozen_by(model: nn.Module, lowered: Lowered) -> frozenset[str]:
         for i, op in enumerate(lowered.freezes)
         for name in op.modules.names()
     }
-    adapted = lowered.has(Adapt)
+    adapted = bool(lowered.adapters)
 
     def trains(name: str) -> bool:
         parts = name.split(".")

@@ -61,7 +61,7 @@ def save(model: nn.Module, lowered: Lowered, folder: Path) -> None:
         if distributed.get_rank() == 0 or stages_of(model):
             own[name] = value.to("cpu", copy=True).contiguous()
     full = on_rank_0(own, model)
-    pairs = peft_experts.pairs_of(lowered.find_ops(Adapt))
+    pairs = peft_experts.pairs_of(lowered.adapters)
     names = _names(full, pairs)
     failed: list[Diagnostic] = []
     if distributed.get_rank() == 0:
@@ -84,7 +84,7 @@ def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
     findings = _require_adapters(lowered, "to load")
     reshard(model)
     tensors, order = dict(shards.named_tensors(model)), shards.rank_orders(model)
-    pairs = peft_experts.pairs_of(lowered.find_ops(Adapt))
+    pairs = peft_experts.pairs_of(lowered.adapters)
     wanted = {stored: name for name, stored in _names(_trained_tensors(model), pairs).items()}
     if any(tensors[name].is_meta for name in wanted.values()):
         text = "the model is on the meta device, and has no memory for adapters"
@@ -119,7 +119,7 @@ def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
 
 
 def _require_adapters(lowered: Lowered, what: str) -> list[Diagnostic]:
-    if lowered.has(Adapt):
+    if lowered.adapters:
         return []
     text = f"the plan {lowered.plan} has no adapters {what}"
     return [problem("PL189", text, help="`run.save` and `run.load` are for the whole model")]
@@ -127,7 +127,7 @@ def _require_adapters(lowered: Lowered, what: str) -> list[Diagnostic]:
 
 def _both_kinds(lowered: Lowered) -> list[Diagnostic]:
     """PL189 for DoRA on some layers alone: peft's files have one flag for all."""
-    alike = len({op.dora for op in lowered.find_ops(Adapt)}) < 2
+    alike = len({op.dora for op in lowered.adapters}) < 2
     text = "some adapters have DoRA and others have not: peft's files have one flag for all"
     how_to = "`run.save` keeps both; or write `dora = true` for all, or for none"
     return [] if alike else [problem("PL189", text, help=how_to)]
@@ -222,7 +222,7 @@ def _config(model: nn.Module, lowered: Lowered, stored: Iterable[str]) -> Any:
     """
     import peft
 
-    ops = lowered.find_ops(Adapt)
+    ops = lowered.adapters
     stabilized = all(op.rslora for op in ops)  # one flag, for all layers
     alphas = {op: op.alpha if stabilized else op.scale * op.rank for op in ops}
     counted: Counter[tuple[int, float]] = Counter()
@@ -283,7 +283,7 @@ def _read(
         kind = ", ".join([f"peft_type = {config.get('peft_type')}", *unsupported])
         text = f"{folder} holds adapters that a plan cannot describe: {kind}"
         findings.append(problem("PL496", text))
-    for op in lowered.find_ops(Adapt):
+    for op in lowered.adapters:
         for name in op.names():
             alpha, rank = (
                 _pattern_value(config, n, [name, *op.parameters]) for n in ("alpha", "rank")
