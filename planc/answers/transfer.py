@@ -145,7 +145,7 @@ def transfer_of(
     sides = _sides_of(compiled, serve, sink, settings=settings, size=size)
     if sides is None or profile is None:
         return None
-    source, target, names = sides
+    source, target, names, _ = sides
     table = table_of(source, target)
     traffic = document.traffic_of(table, bucket)
     seconds = {profile.name: _seconds(traffic, table, profile)}
@@ -156,11 +156,17 @@ def transfer_of(
 
 def _sides_of(
     compiled: Compiled, serve: str, sink: Sink, *, settings: Sequence[str], size: int | None
-) -> tuple[TransferSide, TransferSide, dict[str, str]] | None:
-    """Both sides and their names; None after findings."""
+) -> tuple[TransferSide, TransferSide, dict[str, str], int] | None:
+    """Both sides, their names, and the rows that share a scale; None after findings."""
     other = compile(read(serve, sink), compiled.facts, sink, world_size=size, settings=settings)
-    found = [_side(one, sink) for one in (compiled, other)] if not sink.has_errors else [None]
-    if found[0] is None or found[1] is None:
+    target = None if sink.has_errors else _side(other, sink)
+    scaled = (held.patch for held in target.held if held.scales) if target else ()
+    scales: dict[str, tuple[int, ...]] = {}
+    for patch in scaled:
+        ends = zip(scales.get(patch.hub, (0, 0)), patch.box, strict=True)
+        scales[patch.hub] = tuple(max(size, stop) for size, (_, stop) in ends)
+    source = None if sink.has_errors else _side(compiled, sink, scales)
+    if source is None or target is None:
         return None
     assert compiled.plan is not None and other.plan is not None and compiled.facts is not None
     engine = serving_of(other.plan)
@@ -169,7 +175,7 @@ def _sides_of(
         "source": compiled.plan.name,
         "target": engine.engine_text() if engine else other.plan.name,
     }
-    return found[0], found[1], names
+    return source, target, names, engine.fp8 if engine else 0
 
 
 def planner_of(compiled: Compiled) -> Planner:
@@ -181,15 +187,17 @@ def planner_of(compiled: Compiled) -> Planner:
         sides = _sides_of(compiled, serve, sink, settings=settings, size=size)
         if sides is None:
             raise PlanError(sink)
-        source, target, _ = sides
+        source, target, _, fp8 = sides
         same = {rank: rank for rank in range(target.size)} if shared else {}
         table = table_of(source, target, same)
-        return TransferPlan(table=table, sources=source, targets=target)
+        return TransferPlan(table=table, sources=source, targets=target, fp8=fp8)
 
     return plan
 
 
-def _side(compiled: Compiled, sink: Sink) -> TransferSide | None:
+def _side(
+    compiled: Compiled, sink: Sink, scales: Mapping[str, tuple[int, ...]] | None = None
+) -> TransferSide | None:
     """The slices that the ranks of a plan hold; None after PL695."""
     plan, facts = compiled.plan, compiled.facts
     if plan is None or facts is None:
@@ -200,7 +208,7 @@ def _side(compiled: Compiled, sink: Sink) -> TransferSide | None:
     try:
         if serving is not None:
             return engine_side(serving, facts, sink)
-        return training_side(plan, facts)
+        return training_side(plan, facts, scales)
     except (NotSlicesError, UnknownHubError) as error:
         message = f"the slices that ranks of `{plan.name}` hold are not known: {error}"
         sink.error("PL695", message, plan.origin)

@@ -29,7 +29,7 @@ EXPERT_AXES = DERIVED[EXPERT_REST]
 EXPERT_TENSOR = "etp"
 """The ranks that split each divided expert: 1, or all of the last of `EXPERT_AXES`."""
 
-ENGINE_SIZES = (TENSOR, DATA, EXPERTS, "dtype")
+ENGINE_SIZES = (TENSOR, DATA, EXPERTS, "fp8", "dtype")
 """The sizes of a serving engine, which `--set` takes for a plan of one."""
 
 LOADED = ("dp_replicate", "dp_shard", "tp")

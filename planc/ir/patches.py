@@ -10,6 +10,7 @@ from math import prod
 Range = tuple[int, int]
 Box = tuple[Range, ...]
 """A range [start, stop) of each dim."""
+FP8 = "float8_e4m3fn"
 Index = tuple[int, ...]
 """The indices of lists, such as the number of a layer, that a name has for its `{}`."""
 
@@ -49,13 +50,15 @@ class HeldPatch:
     Args:
         indices: of the layers.
         ranks: in order.
-        dtype: torch's name of the dtype in which the ranks hold it.
+        dtype: torch's name of the dtype in which the ranks hold it, or make it for a transfer.
+        scales: whether it is the scales of blocks of a weight in fp8.
     """
 
     patch: Patch
     indices: tuple[Index, ...]
     ranks: tuple[int, ...]
     dtype: str
+    scales: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,11 @@ class TransferSide:
         """The tensors of a rank, by their names."""
         own = (one for one in self.tensors if rank in one.ranks)
         return {one.key.format(*index): one for one in own for index in one.indices}
+
+
+def scale_name(weight: str) -> str:
+    """The name of the scales of a weight in fp8, as files of the hub have it."""
+    return f"{weight}_scale_inv"
 
 
 def volume(box: Box) -> int:

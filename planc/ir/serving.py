@@ -1,13 +1,13 @@
 """The layout of a serving engine: the slices of the files' tensors on each of its ranks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from planc.diagnostics.diagnostic import Label, Sink
 from planc.diagnostics.source import Span
 from planc.ir.mesh_axes import EXPERTS, TENSOR
 from planc.ir.nodes import Meaning, Plan
-from planc.ir.patches import HeldPatch, Index, Patch, RankTensor, TransferSide
+from planc.ir.patches import FP8, HeldPatch, Index, Patch, RankTensor, TransferSide, scale_name
 from planc.model.config import integer_of, text_of
 from planc.model.config_fields import HEADS, KV_HEADS
 from planc.model.facts import Facts, Modules
@@ -20,7 +20,9 @@ Source: `DEFAULT_VOCAB_PADDING_SIZE` of vLLM's and SGLang's vocab_parallel_embed
 """
 FUSED = ("qkv", "merged", "whole", "experts")
 """The layers of several weights of the files."""
-LAYERS = (*FUSED, "column", "row", "vocab", "left_out")
+QUANTIZED = (*FUSED, "column", "row")
+"""The layers whose weights are in fp8 if the engine's are."""
+LAYERS = (*QUANTIZED, "vocab", "left_out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,9 @@ class Serving(Meaning):
         tp: the ranks of one engine that split layers.
         dp: the engines, or groups of ranks with equal attention layers.
         ep: the groups of ranks, of all, that have different experts; ranks of a group split each.
-        dtype: torch's name of the dtype of weights; None for that of the model.
+        fp8: the rows and columns that share a scale in weights of linear layers, which are then in
+            fp8; 0 for none.
+        dtype: torch's name of the dtype of other weights; None for that of the model.
         rows_by_ranks: whether a padded vocabulary that tp does not divide grows to a multiple that
             it does (SGLang), instead of being refused (vLLM).
     """
@@ -62,6 +66,7 @@ class Serving(Meaning):
     tp: int = 1
     dp: int = 1
     ep: int = 1
+    fp8: int = 0
     dtype: str | None = None
     rows_by_ranks: bool = False
     rules: tuple[ServeRule, ...] = ()
@@ -132,6 +137,8 @@ class _EngineLayout:
     def __init__(self, serving: Serving, facts: Facts, sink: Sink) -> None:
         self.serving, self.facts, self.sink = serving, facts, sink
         self.hub = {tensor.name: tensor for tensor in self._tensors()}
+        for tensor in [*self.hub.values()] if serving.fp8 else ():
+            self._quantize(tensor)
         self.held: list[HeldPatch] = []
         self.tensors: list[RankTensor] = []
         self.used: set[tuple[int, str]] = set()
@@ -150,6 +157,15 @@ class _EngineLayout:
         if parameter is None:
             return weight.dtype
         return parameter.cast(self.serving.dtype) if self.serving.dtype else parameter.dtype
+
+    def _quantize(self, tensor: _HubTensor) -> None:
+        """Makes the weight of a linear layer fp8, and adds its scales."""
+        kinds = {r.kind for n, r in enumerate(self.serving.rules) if self._match(n, r, tensor)}
+        if len(tensor.shape) == 2 and tensor.leaf == "weight" and kinds & {*QUANTIZED}:
+            grid = tuple(-(-size // self.serving.fp8) for size in tensor.shape)
+            scales = replace(tensor, name=scale_name(tensor.name), shape=grid, dtype="float32")
+            self.hub[tensor.name] = replace(tensor, dtype=FP8)
+            self.hub[scales.name] = scales
 
     def side(self) -> TransferSide:
         experts: dict[tuple[int, str, str], dict[int, dict[str, _HubTensor]]] = {}
@@ -252,7 +268,7 @@ class _EngineLayout:
         dim = 1 if rule.kind == "row" else 0
         size = self._pad_rows(shape[0]) if rule.kind == "vocab" else shape[dim]
         what = {"row": "columns", "column": "rows", "vocab": "padded rows"}[rule.kind]
-        each = self._share(size, tp, f"{what} of {tensor.name}", rule)
+        each = self._share(size, tp, f"{what} of {tensor.name}", rule, tensor)
         local = (*shape[:dim], each, *shape[dim + 1 :])
 
         def slices(t: int) -> _Slices:
@@ -275,32 +291,33 @@ class _EngineLayout:
             self._lacks(rule, f"{owner}{lacking[0]}.{tensor.leaf}", tensor.name)
             return
         sizes = [part.shape[0] for part in parts if part is not None]
-        rows = [
-            self._rows(rule, n, size, f"{owner}{rule.parts[n]}") for n, size in enumerate(sizes)
-        ]
+        rows = [self._rows(rule, n, size, tensor) for n, size in enumerate(sizes)]
         key = f"{place}.{tensor.leaf}"
         whole = (sum(count for count, _ in rows), *tensor.shape[1:])
         count, copies = rows[at]
         here = sum(n for n, _ in rows[:at])
+        for part, (full, _) in zip(rule.parts[:-1], rows[:-1], strict=True):
+            self._check_blocks(full, f"rows of {owner}{part}", rule, tensor)
 
         def slices(t: int) -> _Slices:
             return _Slices(here, 0 if rule.kind == "whole" else t // copies * count, count)
 
         self._add_tp(tensor, key, whole, slices, 0, hold=at == 0)
 
-    def _rows(self, rule: ServeRule, number: int, size: int, what: str) -> tuple[int, int]:
+    def _rows(self, rule: ServeRule, number: int, size: int, tensor: _HubTensor) -> tuple[int, int]:
         """The rows of a part on a rank, and how many ranks have the same rows."""
-        tp = self.serving.tp
+        tp, owner = self.serving.tp, tensor.module.rpartition(".")[0]
+        what = f"{owner}.{rule.parts[number]}"
         if rule.kind == "whole":
             return size, 1
         if rule.kind == "merged":
-            return self._share(size, tp, f"rows of {what}", rule), 1
+            return self._share(size, tp, f"rows of {what}", rule, tensor), 1
         heads = self._heads(KV_HEADS if number else ()) or self._heads(HEADS) or 1
         if number and tp > heads:
             copies = self._share(tp, heads, f"ranks of tp for the key-value heads of {what}", rule)
-            return size // heads, max(copies, 1)
+            return self._share(size, heads, f"rows of {what}", rule, tensor), max(copies, 1)
         self._share(heads, tp, f"heads of {what}", rule)
-        return size // tp, 1
+        return self._share(size, tp, f"rows of {what}", rule, tensor), 1
 
     def _heads(self, names: Sequence[str]) -> int:
         """The number of heads that the configuration of the text model states; 0 for none."""
@@ -318,24 +335,45 @@ class _EngineLayout:
                 help="name the parts that the model has, in the engine's order",
             )
 
-    def _share(self, size: int, ranks: int, what: str, rule: ServeRule) -> int:
+    def _share(
+        self,
+        size: int,
+        ranks: int,
+        what: str,
+        rule: ServeRule,
+        tensor: _HubTensor | None = None,
+        *,
+        axis: str | None = None,
+    ) -> int:
+        """The size on a rank: full blocks of a weight in fp8.
+
+        Args:
+            axis: the size of the section that decides it; by default that of tp, or of ep.
+        """
+        if tensor is not None and tensor.dtype == FP8 and ranks > 1:
+            blocks = f"blocks of {self.serving.fp8} {what}"
+            if size % (ranks * self.serving.fp8):
+                self._share(size, ranks * self.serving.fp8, blocks, rule)
+                self.reported.add(f"{rule.origin}{ranks}")  # its scales cannot be divided either
         what = what.replace("{}", "*")
         if size % ranks and self._first(f"{rule.origin}{ranks}"):
-            axis = EXPERTS if "expert" in what else TENSOR
+            axis = axis or (EXPERTS if "expert" in what else TENSOR)
             origin = self.serving.sizes.get(axis)
+            text = f"{axis} is {getattr(self.serving, axis)}"
             self.sink.error(
                 "PL692",
                 f"{size:,} {what} cannot be divided by {ranks}",
                 Label(span=rule.origin),
-                *(
-                    [Label(span=origin, text=f"{axis} is {getattr(self.serving, axis)}")]
-                    if origin
-                    else []
-                ),
+                *([Label(span=origin, text=text)] if origin else []),
                 facts=[f"{self.serving.engine_text()} has {self.serving.size} ranks here"],
                 help=f"choose another size of {axis}",
             )
         return size // ranks
+
+    def _check_blocks(self, rows: int, what: str, rule: ServeRule, tensor: _HubTensor) -> None:
+        """Refuses a part before another one if its last block would be shared by both."""
+        if tensor.dtype == FP8:
+            self._share(rows, self.serving.fp8, f"{what} on a rank", rule, axis="fp8")
 
     def _first(self, what: str) -> bool:
         new = what not in self.reported
@@ -381,7 +419,13 @@ class _EngineLayout:
 
     def _hold(self, tensor: _HubTensor, patch: Patch, ranks: Sequence[int]) -> None:
         self.held.append(
-            HeldPatch(patch=patch, indices=tensor.indices, ranks=tuple(ranks), dtype=tensor.dtype)
+            HeldPatch(
+                patch=patch,
+                indices=tensor.indices,
+                ranks=tuple(ranks),
+                dtype=tensor.dtype,
+                scales=tensor.leaf.endswith(scale_name("")),
+            )
         )
 
     def _tensor(
@@ -412,7 +456,10 @@ class _EngineLayout:
         fewest, more = divmod(len(experts), ep)  # the first groups have one more
         dim = 0 if len(parts) > 1 else 1
         first = experts[min(experts)][parts[0]]
-        width = self._share(first.shape[dim], inside, f"rows of an expert's {parts[0]}", rule)
+        what = f"rows of an expert's {parts[0]}"
+        width = self._share(first.shape[dim], inside, what, rule, first)
+        if len(parts) > 1:
+            self._check_blocks(width, what, rule, first)
         inner = list(first.shape)
         inner[dim] = width * len(parts)
         numbers = sorted(experts)

@@ -15,6 +15,7 @@ from planc.ir.patches import RankTensor, TransferSide
 from planc.runtime.preconditions import stop
 from planc.runtime.sharded_tensors import reshard
 from planc.runtime.standalone import shards
+from planc.runtime.transfer_fp8 import BlockQuantizer
 from planc.runtime.transfer_messages import Channel, Counts, ProcessRoles, Values, exchange
 from planc.runtime.weights.peft_files import changes, merge_findings
 from planc.tools.transfer import document
@@ -23,11 +24,16 @@ from planc.tools.transfer.table import TransferTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferPlan:
-    """Both sides of a transfer and its table, as `planc transfer` computes them."""
+    """Both sides of a transfer and its table, as `planc transfer` computes them.
+
+    Args:
+        fp8: the rows and columns that share a scale in weights that are quantized; 0 for none.
+    """
 
     table: TransferTable
     sources: TransferSide
     targets: TransferSide
+    fp8: int = 0
 
 
 @dataclass(kw_only=True)
@@ -111,6 +117,7 @@ class WeightTransfer:
     """
 
     model: nn.Module
+    planned: TransferPlan
     channel: Channel
     roles: ProcessRoles
     adapters: str | None
@@ -128,7 +135,8 @@ class WeightTransfer:
             PlanError: PL698, another process stopped.
         """
         reshard(self.model)
-        values = _Weights(self.model, merged=self.adapters == "merged")
+        merged = self.adapters == "merged"
+        values = _Weights(self.model, merged=merged, quantized=self.planned)
         if self.engine is not None:
             self.engine._receive(values.of_bucket)
         else:
@@ -140,23 +148,34 @@ class WeightTransfer:
 
 
 class _Weights:
-    """The local tensors of a rank, with merged adapters where they are asked for."""
+    """The local tensors of a rank, with merged adapters and in fp8 where they are asked for."""
 
-    def __init__(self, model: nn.Module, *, merged: bool) -> None:
+    def __init__(self, model: nn.Module, *, merged: bool, quantized: TransferPlan) -> None:
         self.tensors = dict(shards.named_tensors(model))
         self.orders = shards.rank_orders(model)
         self.changes = changes(model) if merged else {}
+        rank, block = distributed.get_rank(), quantized.fp8
+        self.fp8 = BlockQuantizer(self.tensors, quantized.sources, rank, block) if block else None
 
     def of_bucket(self, names: Iterable[str]) -> Values:
         """The tensors of a bucket. A change by an adapter is computed by all ranks that hold the
         weight, whether they send it or not: its factors are gathered by all.
         """
-        made = {name: self._merge(name) for name in names if name in self.changes}
+        made = dict[str, Tensor]()
+        for name in names:
+            if self.fp8 is not None and self.fp8.makes(name):
+                made[name] = self.fp8.make(name, self._local)
+            elif name in self.changes:
+                made[name] = self._merge(name)
 
         def value(name: str) -> Tensor:
             return made[name] if name in made else shards.part_of(self.tensors[name])
 
         return value
+
+    def _local(self, name: str) -> Tensor:
+        """The shard of a weight before it is quantized."""
+        return self._merge(name) if name in self.changes else shards.part_of(self.tensors[name])
 
     def _merge(self, name: str) -> Tensor:
         tensor = self.tensors[name]
@@ -213,6 +232,7 @@ def start_transfer(
     _agree(channel, document.digest(table), wrong)
     return WeightTransfer(
         model=model,
+        planned=planned,
         channel=channel,
         roles=roles,
         adapters=adapters,

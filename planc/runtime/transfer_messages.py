@@ -273,19 +273,19 @@ def _unpack(flat: Tensor, blocks: Iterable[SentBlock], targets: Mapping[str, Ten
 
 def _take(tensor: Tensor, block: SentBlock) -> Tensor:
     """A block of the sender's tensor, in the order of the file's dims."""
-    return _in_hub_order(tensor[_slices(block.of, block.box)], block.of)
+    return in_hub_order(tensor[_slices(block.of, block.box)], block.of)
 
 
 def _place(tensor: Tensor, block: SentBlock) -> Tensor:
     """The block's place in the receiver's tensor, in the order of the file's dims."""
-    return _in_hub_order(tensor[_slices(block.to, block.box)], block.to)
+    return in_hub_order(tensor[_slices(block.to, block.box)], block.to)
 
 
 def _slices(patch: Patch, box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in patch.part(box))
 
 
-def _in_hub_order(block: Tensor, patch: Patch) -> Tensor:
+def in_hub_order(block: Tensor, patch: Patch) -> Tensor:
     """A view with the dims of the file; those that the file lacks have size 1 here."""
     kept = [(dim, at) for at, dim in enumerate(patch.dims) if dim is not None]
     block = block.squeeze([at for at, dim in enumerate(patch.dims) if dim is None])

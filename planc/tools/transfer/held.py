@@ -7,7 +7,17 @@ from itertools import product
 from planc.ir.local_shapes import local_shape, split_by_rules, split_dim, splitting
 from planc.ir.nodes import Mesh, Plan, SpreadRule, TensorRule, Unit
 from planc.ir.parameter_owners import Owned, owned_modules
-from planc.ir.patches import Box, HeldPatch, Index, Patch, Range, RankTensor, TransferSide
+from planc.ir.patches import (
+    FP8,
+    Box,
+    HeldPatch,
+    Index,
+    Patch,
+    Range,
+    RankTensor,
+    TransferSide,
+    scale_name,
+)
 from planc.lowering.stages import elsewhere, of_ranks
 from planc.model.facts import Facts, Modules
 from planc.model.hub_pieces import HubPiece, Shape
@@ -21,12 +31,16 @@ class NotSlicesError(Exception):
     """A plan whose ranks hold no slices that follow from its lines, with the reason."""
 
 
-def training_side(plan: Plan, facts: Facts) -> TransferSide:
+def training_side(
+    plan: Plan, facts: Facts, scales: Mapping[str, Shape] | None = None
+) -> TransferSide:
     """Lays out the tensors of a model's files over the ranks of a training plan.
 
     Args:
         plan: without adapters; its mesh has all ranks.
         facts: the model, without adapters.
+        scales: the shapes of the scales of weights that ranks quantize to fp8 for a transfer, by
+            the names of the scales.
 
     Raises:
         NotSlicesError: another library shards the weights.
@@ -39,7 +53,7 @@ def training_side(plan: Plan, facts: Facts) -> TransferSide:
         stage = _Stage(own_plan, own_facts, place)
         for weight in weights:
             for shard in stage.shards(weight):
-                held += shard.patches()
+                held += shard.patches(scales or {})
                 tensors += shard.tensors()
     return TransferSide(size=plan.mesh.world_size, held=tuple(held), tensors=tuple(tensors))
 
@@ -135,15 +149,27 @@ class _Shards:
             found.setdefault(at[place], []).append(rank)
         return found
 
-    def patches(self) -> Iterator[HeldPatch]:
+    def patches(self, scales: Mapping[str, Shape]) -> Iterator[HeldPatch]:
         indices = self._indices
         for ranges, ranks in self._by_ranges().items():
             for local, full in _blocks(ranges):
                 for piece in self.weight.pieces:
                     if (patch := _patch(piece, self._key, local, full)) is not None:
+                        dtype = FP8 if scale_name(piece.hub) in scales else self.dtype
                         yield HeldPatch(
-                            patch=patch, indices=indices, ranks=tuple(ranks), dtype=self.dtype
+                            patch=patch, indices=indices, ranks=tuple(ranks), dtype=dtype
                         )
+        for name in (scale_name(piece.hub) for piece in self.weight.pieces):
+            if name in scales:
+                box = tuple((0, size) for size in scales[name])
+                patch = Patch(hub=name, box=box, key=name, local=box, dims=(0, 1))
+                yield HeldPatch(
+                    patch=patch,
+                    indices=indices,
+                    ranks=self.stage.ranks,
+                    dtype="float32",
+                    scales=True,
+                )
 
     def tensors(self) -> Iterator[RankTensor]:
         indices = self._indices

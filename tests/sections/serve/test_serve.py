@@ -57,6 +57,22 @@ def test_dtypes_and_settings():
     assert {tensor.dtype for tensor in side.tensors_of(0).values()} == {"float16"}
 
 
+def test_fp8_in_blocks():
+    """Linear weights are in fp8, and their scales are divided like them."""
+    side = side_of(LLAMA, serve("on tp = 2, fp8 = 16, dtype bf16"))
+    tensors = side.tensors_of(1)
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    assert (tensors[name].shape, tensors[name].dtype) == ((64, 64), "float8_e4m3fn")
+    scales = tensors[f"{name}_scale_inv"]
+    assert (scales.shape, scales.dtype) == ((4, 4), "float32")
+    assert tensors["model.norm.weight"].dtype == tensors["lm_head.weight"].dtype == "bfloat16"
+    files = files_of(side)
+    grid = {n.removesuffix("_scale_inv"): t for n, t in files.items() if n.endswith("_scale_inv")}
+    ours, theirs = fill(side, 1, files), by_arithmetic(grid, 1, tp=2, kv=4)
+    assert len(theirs) == 8
+    assert all(torch.equal(ours[f"{n}_scale_inv"], tensor) for n, tensor in theirs.items())
+
+
 def test_a_later_section_replaces_sizes():
     text = serve("on tp = 2, dtype bf16") + "\nserve vllm on tp = 4 {\n}\n"
     side = side_of(LLAMA, text)
@@ -101,6 +117,9 @@ REFUSED = {
         "PL692",
     ),
     "rows of an expert": (MIXTURE, "on dp = 6, ep = 2", EXPERTS, "PL692"),
+    "mlp.gate_proj on a rank": (LLAMA, "on fp8 = 64", DENSE, "PL692"),
+    "expert's gate_proj on a rank": (MIXTURE, "on fp8 = 64", EXPERTS, "PL692"),
+    "blocks of 32 rows": (LLAMA, "on tp = 4, fp8 = 32", DENSE, "PL692"),
     "ranks for groups": (MIXTURE, "on dp = 4, ep = 3", EXPERTS, "PL692"),
     "lacks model.layers.*.mlp.gate_proj": (
         {**LLAMA, "model_type": "nemotron", "architectures": ["NemotronForCausalLM"]},

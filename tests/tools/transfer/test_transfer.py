@@ -140,6 +140,53 @@ def test_adapters_are_merged_on_the_way(four, tmp_path):
             assert_equal(tensors, load_file(tmp_path / f"{time}/model.safetensors"), rank, sizes)
 
 
+def quantize(weight, block):
+    """A full weight in fp8 by blocks, and the scales."""
+    rows, columns = weight.shape
+    padded = torch.zeros(-(-rows // block) * block, -(-columns // block) * block)
+    padded[:rows, :columns] = weight
+    blocks = padded.unflatten(0, (-1, block)).unflatten(2, (-1, block))
+    scales = blocks.abs().amax((1, 3)) / 448
+    spread = scales.repeat_interleave(block, 0).repeat_interleave(block, 1)[:rows, :columns]
+    return (weight / spread).to(torch.float8_e4m3fn), scales
+
+
+@pytest.mark.parametrize(
+    ("config", "sets", "sizes", "block", "adapted"),
+    [
+        (LLAMA, ["tp=2"], {"tp": 2, "kv": 4}, 16, False),
+        (LLAMA, ["tp=2"], {"tp": 2, "kv": 4}, 16, True),
+        (MIXTURE, ["ep=2"], {"tp": 2, "kv": 4, "dp": 2, "ep": 2}, 8, False),
+    ],
+)
+def test_fp8_in_blocks_on_the_way(four, tmp_path, config, sets, sizes, block, adapted):
+    """The bits are those of the quantized full weights, also where a block is on several ranks."""
+    plan, address = written(tmp_path, config, sizes, f"fp8 = {block}, dtype bf16"), free_address()
+    (tmp_path / "tuned.plan").write_text(ADAPTED)
+    ranks = sizes["tp"] * sizes.get("dp", 1)
+    engine = Engine(address, ranks, received(2))
+    four.run(
+        "transfer_jobs.publish",
+        config=config, sets=sets, serve=plan, folder=str(tmp_path), address=address,
+        plan=str(tmp_path / "tuned.plan") if adapted else None,
+        adapters="merged" if adapted else None,
+    )  # fmt: skip
+    engine.join()
+    assert not engine.errors
+    for time in range(2):
+        files = load_file(tmp_path / f"{time}/model.safetensors")
+        linear = {n: t.float() for n, t in files.items() if "_proj" in n}
+        made = {name: quantize(weight, block) for name, weight in linear.items()}
+        weights = {name: weight.view(torch.uint8) for name, (weight, _) in made.items()}
+        scales = {name: scale for name, (_, scale) in made.items()}
+        for rank, found in engine.results.items():
+            tensors = found[time]
+            for name, wanted in by_arithmetic(weights, rank, **sizes).items():
+                assert torch.equal(tensors[name].view(torch.uint8), wanted), name
+            for name, wanted in by_arithmetic(scales, rank, **sizes).items():
+                assert torch.equal(tensors[f"{name}_scale_inv"], wanted), name
+
+
 def test_the_same_processes(four, tmp_path):
     """What a rank has already is not sent."""
     sizes = {"tp": 4, "kv": 2}
