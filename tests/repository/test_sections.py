@@ -277,7 +277,10 @@ UNUSED = [name for name in NAMES if not re.search(rf"^ *{name}( on .*)? {{", SHI
 @pytest.mark.slow
 @pytest.mark.parametrize("name", UNUSED)
 def test_without_its_folder_make_quick_passes(name, tmp_path):
-    """In a copy of the checkout without the folder, its line and its tests, with its own schema."""
+    """In a copy of the checkout without the folder, its line and its tests, with its own schema.
+
+    Only the ceilings of words fall with the words of the folder.
+    """
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     for path in subprocess.check_output(listed, cwd=ROOT, text=True).splitlines():
         if (ROOT / path).is_file() and not path.startswith(("planc/", f"tests/sections/{name}/")):
@@ -287,5 +290,6 @@ def test_without_its_folder_make_quick_passes(name, tmp_path):
     schema = run_program(tmp_path, "-m", "planc.ops.schema", folder=tmp_path)
     (tmp_path / "grammars" / "lowered.schema.json").write_text(schema)
     run_program(tmp_path, "-W", "ignore", "tests/quick.py", folder=tmp_path)
-    text = run_program(tmp_path, "-m", "pytest", "--quick", "-q", folder=tmp_path)
+    words = ("-m", "pytest", "--quick", "-q", "-k", "not test_ceilings_fall")
+    text = run_program(tmp_path, *words, folder=tmp_path)
     assert re.search(r"\d{3,} passed", text), text
