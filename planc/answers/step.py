@@ -32,6 +32,7 @@ def estimate(
     overrides: Overrides = (),
     micro_batches: int = 1,
     hardware: str = "h100-8x",
+    hardware_changes: Iterable[str] = (),
     stack: str = "torch",
     optimizer: str = "adamw",
     attention: str = "sdpa",
@@ -44,6 +45,7 @@ def estimate(
         batch, seq: rows of a step on all ranks, and tokens of a row.
         micro_batches: the passes that a step accumulates gradients over.
         hardware, stack: names of profiles, or paths of `.toml` files.
+        hardware_changes: fields of the hardware with other values: `network_latency_us=10`.
         optimizer: `adamw`, `adam`, `sgd` or `momentum`.
         imbalance: how many times the mean of tokens the experts of the fullest rank get.
         attention: `sdpa` or `eager`; the rest as for `check`.
@@ -60,6 +62,7 @@ def estimate(
         (batch, seq, micro_batches),
         imbalance=imbalance,
         hardware=os.fspath(hardware),
+        hardware_changes=tuple(hardware_changes),
         stack=os.fspath(stack),
         optimizer=optimizer,
         attention=attention,

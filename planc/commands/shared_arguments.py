@@ -163,6 +163,13 @@ def training_step(parser: argparse.ArgumentParser, *, required: bool) -> None:
     batch(parser, required=required)
     profiles(parser)
     parser.add_argument(
+        "--set-hardware",
+        metavar="FIELD=VALUE",
+        action="append",
+        default=[],
+        help="a field of the hardware's profile, such as network_latency_us=10; can be repeated",
+    )
+    parser.add_argument(
         "--optimizer", choices=("adamw", "adam", "sgd", "momentum"), default="adamw"
     )
     parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
@@ -195,6 +202,7 @@ def request(options: argparse.Namespace, device_memory: float | None = None) -> 
     given = {name: value for name, value in vars(options).items() if value is not None}
     names = ("hardware", "stack", "optimizer", "attention")
     choices = {name: given[name] for name in names if name in given}
+    choices["hardware_changes"] = tuple(given.get("set_hardware", ()))
     if "batch" not in given or "seq" not in given:
         return Request(batch=None, device_memory=device_memory, **choices)
     batch: tuple[int, int, int] = options.batch, options.seq, given.get("micro_batches", 1)

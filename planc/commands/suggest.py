@@ -79,8 +79,9 @@ def run(options: argparse.Namespace) -> int:
 def _command(options: argparse.Namespace, micro_batches: int) -> str:
     """The request that estimates the suggested plan."""
     model, plan = shlex.quote(options.model), shlex.quote(options.output or "-")
+    changes = [f" --set-hardware {shlex.quote(change)}" for change in options.set_hardware]
     return (
         f"planc estimate {model} {plan} --world-size {options.world_size} --batch {options.batch} "
         f"--seq {options.seq} --micro-batches {micro_batches} "
-        f"--hardware {shlex.quote(options.hardware)}"
+        f"--hardware {shlex.quote(options.hardware)}{''.join(changes)}"
     )

@@ -42,6 +42,7 @@ class Request:
     Args:
         batch: of a step; None for parameters, gradients and optimizer state alone.
         hardware, stack: names or paths of profiles.
+        hardware_changes: `FIELD=VALUE` of the hardware's fields that are other ones.
         optimizer: a name of `from_plan.OPTIMIZERS`.
         attention: transformers' `attn_implementation`.
         kernels: as of `MicroBatch`.
@@ -50,6 +51,7 @@ class Request:
 
     batch: Batch | None
     hardware: str = "h100-8x"
+    hardware_changes: tuple[str, ...] = ()
     stack: str = "torch"
     optimizer: str = "adamw"
     attention: str = "sdpa"
@@ -133,9 +135,7 @@ def answer(plan: Plan, facts: Facts, request: Request, sink: Sink) -> Answer | N
         None after an error.
     """
     before = sink.errors
-    hardware, stack = profiles.hardware(request.hardware, sink), profiles.stack(request.stack, sink)
-    if hardware and request.device_memory:
-        hardware = replace(hardware, memory_gib=request.device_memory / GIB)
+    hardware, stack = hardware_of(request, sink), profiles.stack(request.stack, sink)
     batch = _possible(plan, request.batch or Batch(global_batch=1, sequence=1), sink)
     work = stack and PlanWork(plan, facts, batch, stack, request.optimizer, kernels=request.kernels)
     if work and request.batch:
@@ -158,6 +158,14 @@ def answer(plan: Plan, facts: Facts, request: Request, sink: Sink) -> Answer | N
         estimate=estimate(step, hardware, stack),
         counted=counted is not None,
     )
+
+
+def hardware_of(request: Request, sink: Sink) -> profiles.Hardware | None:
+    """The hardware profile of a request, with its changed fields and memory; None after errors."""
+    hardware = profiles.hardware(request.hardware, sink, request.hardware_changes)
+    if hardware and request.device_memory:
+        return replace(hardware, memory_gib=request.device_memory / GIB)
+    return hardware
 
 
 def _possible(plan: Plan, batch: Batch, sink: Sink) -> Batch:

@@ -6,7 +6,8 @@ A profile is named by the file that ships in `profiles/`, or by a path to the us
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
 from math import inf
 from pathlib import Path
@@ -146,9 +147,13 @@ LIMITS: dict[str, tuple[float, float]] = {
 _POSITIVE, _PASSES = (1e-3, 1e6), (0.0, 1e6)
 
 
-def hardware(name: str, sink: Sink) -> Hardware | None:
-    """The profile of that name or path; None after errors."""
-    return _read(name, Hardware, "ranks_per_node", sink)
+def hardware(name: str, sink: Sink, changes: Sequence[str] = ()) -> Hardware | None:
+    """The profile of that name or path; None after errors.
+
+    Args:
+        changes: `FIELD=VALUE` of fields that are other ones.
+    """
+    return _read(name, Hardware, "ranks_per_node", sink, changes)
 
 
 def stack(name: str, sink: Sink) -> Stack | None:
@@ -161,7 +166,9 @@ def shipped_profiles(marker: str = "ranks_per_node") -> tuple[str, ...]:
     return tuple(f.stem for f in files if f"\n{marker} = " in f.read_text())
 
 
-def _read(name: str, kind: type[P], marker: str, sink: Sink) -> P | None:
+def _read(
+    name: str, kind: type[P], marker: str, sink: Sink, changes: Sequence[str] = ()
+) -> P | None:
     own = Path(name)
     path = own if own.suffix == ".toml" else FOLDER / f"{name}.toml"
     what = kind.__name__.lower()
@@ -177,7 +184,20 @@ def _read(name: str, kind: type[P], marker: str, sink: Sink) -> P | None:
     except (OSError, ValueError) as error:
         sink.error("PL700", f"{name} cannot be read: {error}", help="a profile is a TOML file")
         return None
+    for change in changes:
+        key, _, value = change.partition("=")
+        table[key] = _number(value)
+    if changes and isinstance(table.get("name"), str):
+        table["name"] += f" with {', '.join(changes)}"
     return _check(name, kind, table, sink)
+
+
+def _number(text: str) -> int | float | str:
+    """The number that a text is; another text as it is."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def _check(name: str, kind: type[P], table: dict[str, Any], sink: Sink) -> P | None:

@@ -26,7 +26,7 @@ from planc.syntax import ast
 from planc.syntax.parse import parse
 from planc.syntax.plan_files import locate, plan_of_family
 from planc.tools.estimate import profiles
-from planc.tools.estimate.answer import Request
+from planc.tools.estimate.answer import Request, hardware_of
 from planc.tools.estimate.counted import by_rows
 from planc.tools.estimate.from_plan import Batch
 from planc.tools.estimate.kept_tensors import count
@@ -106,13 +106,11 @@ def suggest(
         progress: is told how many of how many parts are done.
     """
     request, batch = asked.request, asked.request.batch
-    hardware, stack = profiles.hardware(request.hardware, sink), profiles.stack(request.stack, sink)
+    hardware, stack = hardware_of(request, sink), profiles.stack(request.stack, sink)
     files = _files(facts, asked, sink)
     space = _space(facts, asked, files, sink) if files else None
     if not (hardware and stack and files and space and batch):
         return None
-    if request.device_memory:
-        hardware = replace(hardware, memory_gib=request.device_memory / GIB)
     conditions = _conditions(space, facts, sink)
     if conditions is None:
         return None
