@@ -34,6 +34,7 @@ def estimate(
     hardware: str = "h100-8x",
     hardware_changes: Iterable[str] = (),
     stack: str = "torch",
+    kernels: str = "",
     optimizer: str = "adamw",
     attention: str = "sdpa",
     imbalance: float = 1.0,
@@ -46,6 +47,7 @@ def estimate(
         micro_batches: the passes that a step accumulates gradients over.
         hardware, stack: names of profiles, or paths of `.toml` files.
         hardware_changes: fields of the hardware with other values: `network_latency_us=10`.
+        kernels: of layers, likewise: `eager`, `compiled` or `fused`; empty for the plan's own.
         optimizer: `adamw`, `adam`, `sgd` or `momentum`.
         imbalance: how many times the mean of tokens the experts of the fullest rank get.
         attention: `sdpa` or `eager`; the rest as for `check`.
@@ -64,6 +66,7 @@ def estimate(
         hardware=os.fspath(hardware),
         hardware_changes=tuple(hardware_changes),
         stack=os.fspath(stack),
+        layer_kernels=os.fspath(kernels),
         optimizer=optimizer,
         attention=attention,
     )

@@ -14,7 +14,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     shared_arguments.target(parser)
     shared_arguments.training_step(parser, required=True)
     parser.add_argument(
+        "--expert-imbalance",
         "--imbalance",
+        dest="imbalance",
         metavar="FACTOR",
         type=shared_arguments.factor,
         default=1.0,

@@ -15,7 +15,7 @@ from planc.tools.suggest.measurements import add
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     shared_arguments.target(parser)
-    shared_arguments.training_step(parser, required=True)
+    shared_arguments.training_step(parser, required=True, kernels=False)
     parser.add_argument("--exact", action="store_true", help="run all layers, not a few")
     parser.add_argument(
         "--stage",

@@ -159,7 +159,8 @@ def profiles(
     parser.add_argument("--stack", metavar="NAME", default="torch", help=stack)
 
 
-def training_step(parser: argparse.ArgumentParser, *, required: bool) -> None:
+def training_step(parser: argparse.ArgumentParser, *, required: bool, kernels: bool = True) -> None:
+    """`kernels` says whether those of layers can be chosen, which a rank that runs has."""
     batch(parser, required=required)
     profiles(parser)
     parser.add_argument(
@@ -169,6 +170,11 @@ def training_step(parser: argparse.ArgumentParser, *, required: bool) -> None:
         default=[],
         help="a field of the hardware's profile, such as network_latency_us=10; can be repeated",
     )
+    if kernels:
+        help = "of layers: eager, compiled, fused, or a .toml file; by default those of the plan"
+        parser.add_argument(
+            "--kernels", metavar="NAME", dest="layer_kernels", default="", help=help
+        )
     parser.add_argument(
         "--optimizer", choices=("adamw", "adam", "sgd", "momentum"), default="adamw"
     )
@@ -200,7 +206,7 @@ def request(options: argparse.Namespace, device_memory: float | None = None) -> 
     from planc.tools.estimate.answer import Request
 
     given = {name: value for name, value in vars(options).items() if value is not None}
-    names = ("hardware", "stack", "optimizer", "attention")
+    names = ("hardware", "stack", "layer_kernels", "optimizer", "attention")
     choices = {name: given[name] for name in names if name in given}
     choices["hardware_changes"] = tuple(given.get("set_hardware", ()))
     if "batch" not in given or "seq" not in given:

@@ -79,9 +79,10 @@ def run(options: argparse.Namespace) -> int:
 def _command(options: argparse.Namespace, micro_batches: int) -> str:
     """The request that estimates the suggested plan."""
     model, plan = shlex.quote(options.model), shlex.quote(options.output or "-")
-    changes = [f" --set-hardware {shlex.quote(change)}" for change in options.set_hardware]
+    more = [f" --set-hardware {shlex.quote(change)}" for change in options.set_hardware]
+    more += [f" --kernels {shlex.quote(options.layer_kernels)}"] if options.layer_kernels else []
     return (
         f"planc estimate {model} {plan} --world-size {options.world_size} --batch {options.batch} "
         f"--seq {options.seq} --micro-batches {micro_batches} "
-        f"--hardware {shlex.quote(options.hardware)}{''.join(changes)}"
+        f"--hardware {shlex.quote(options.hardware)}{''.join(more)}"
     )

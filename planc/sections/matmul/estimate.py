@@ -42,7 +42,10 @@ def advise(answer: Answer, sink: Sink) -> None:
 
 
 def assumptions(answer: Answer) -> Iterator[str]:
-    """The source of the rates."""
+    """The source of the rates, and the products that stay in 16 bits."""
+    layers = (layer for stage in answer.work.stages for layer, _ in stage)
+    if any(m.grouped and m.format is None for layer in layers for m in layer.matmuls):
+        yield "products of experts in 16 bits"
     if any(answer.hardware.rate(rule.recipe) for rule in answer.plan.sections["matmul"]):
         yield "products in 8 bits at published rates, compiled: planc measured no GPU with them"
 

@@ -15,6 +15,7 @@ from planc.ir.experts import fullest
 from planc.ir.masters import masters
 from planc.ir.nodes import Plan
 from planc.lowering.step import require_divisible
+from planc.model.config import integer_of
 from planc.model.facts import Facts
 from planc.model.roles import TOWER, lists
 from planc.ops import phrases
@@ -46,6 +47,8 @@ class Request:
         optimizer: a name of `from_plan.OPTIMIZERS`.
         attention: transformers' `attn_implementation`.
         kernels: as of `MicroBatch`.
+        layer_kernels: the name or path of a profile of kernels; empty for the plan's own: compiled
+            where it compiles blocks, else eager.
         device_memory: bytes of a device in place of the hardware's.
     """
 
@@ -56,6 +59,7 @@ class Request:
     optimizer: str = "adamw"
     attention: str = "sdpa"
     kernels: bool = True
+    layer_kernels: str = ""
     device_memory: float | None = None
 
 
@@ -135,7 +139,7 @@ def answer(plan: Plan, facts: Facts, request: Request, sink: Sink) -> Answer | N
         None after an error.
     """
     before = sink.errors
-    hardware, stack = hardware_of(request, sink), profiles.stack(request.stack, sink)
+    hardware, stack = hardware_of(request, sink), stack_of(request, plan, sink)
     batch = _possible(plan, request.batch or Batch(global_batch=1, sequence=1), sink)
     work = stack and PlanWork(plan, facts, batch, stack, request.optimizer, kernels=request.kernels)
     if work and request.batch:
@@ -166,6 +170,21 @@ def hardware_of(request: Request, sink: Sink) -> profiles.Hardware | None:
     if hardware and request.device_memory:
         return replace(hardware, memory_gib=request.device_memory / GIB)
     return hardware
+
+
+_KERNELS = Hook[str]("estimate", "KERNELS")
+"""The profile of kernels that a section's rules give the layers."""
+
+
+def stack_of(request: Request, plan: Plan, sink: Sink) -> profiles.Stack | None:
+    """The stack of a request with its profile of kernels; None after errors.
+
+    Without a name in the request, the sections of the plan decide the kernels.
+    """
+    name = request.layer_kernels or next(_KERNELS.find_all(plan.sections), "eager")
+    kernels = profiles.kernels(name, sink)
+    stack = profiles.stack(request.stack, sink)
+    return stack.with_kernels(kernels) if stack and kernels else None
 
 
 def _possible(plan: Plan, batch: Batch, sink: Sink) -> Batch:
@@ -334,17 +353,18 @@ _ASSUMPTIONS = Hook[Callable[[Answer], Iterator[str]]]("estimate", "assumptions"
 def assumptions(found: Answer, images: str = "") -> Iterator[str]:
     """Yields the assumptions that no line of the plan states; `images` are those of the step."""
     if found.request.batch:
+        yield f"{found.stack.kernels.name} kernels"
         passes, rows = found.passes
         yield f"{passes} micro-batch{'es' * (passes > 1)} of {rows} row{'s' * (rows != 1)} a rank"
         if images:
             yield images
-        elif towers := not_counted(found):
-            inside = one_of(towers, last="and")
-            yield f"text alone: images or sound are not counted, nor what {inside} compute"
+        yield from model_assumptions(found.facts, found.request.batch.sequence, towers=not images)
     experts, asked = found.plan.mesh.experts, found.request.batch
     some = min(asked.imbalance, experts.ranks.size) if experts and asked else 1.0
     if (most := fullest(found.plan, some)) > 1:
         yield f"the experts of the fullest rank get {most:g} times the mean of tokens"
+    elif experts and experts.ranks.size > 1 and asked:
+        yield "equal shares of tokens for all experts"
     dtype = {4: "fp32", 2: "16 bits", 8: "fp64"}.get(found.work.precision.rest, "8 bits")
     said = "" if found.masters else ", as "
     if found.facts.built:
@@ -366,9 +386,23 @@ def assumptions(found: Answer, images: str = "") -> Iterator[str]:
     yield f"{found.optimizer} on parameters in {dtype}{said}{assumed * found.masters}"
 
 
-def not_counted(found: Answer) -> list[str]:
+def model_assumptions(facts: Facts, tokens: int, *, towers: bool = True) -> Iterator[str]:
+    """Yields the assumptions about a model whose rows have `tokens` tokens.
+
+    Args:
+        towers: whether the step leaves out the towers for images and sound.
+    """
+    if towers and (blocks := not_counted(facts)):
+        inside = one_of(blocks, last="and")
+        yield f"text alone: images or sound are not counted, nor what {inside} compute"
+    most = integer_of(facts.config, "max_position_embeddings")
+    if most and tokens > most:
+        yield f"rows of {tokens:,} tokens, more than the {most:,} positions of the model"
+
+
+def not_counted(facts: Facts) -> list[str]:
     """The lists of blocks of towers for images and sound, of which a step of text runs none."""
-    return sorted(str(m) for m in lists(found.facts) if TOWER.search(str(m)))
+    return sorted(str(m) for m in lists(facts) if TOWER.search(str(m)))
 
 
 def _memory(found: Answer, explain: bool) -> Iterator[str]:
@@ -424,7 +458,7 @@ def _time(found: Answer) -> Iterator[str]:
     time = found.estimate.time
     yield (
         f"time of a step: {time.seconds:.3f} s; {time.tokens_per_second:,.0f} tokens/s a rank, "
-        f"MFU {time.mfu:.1%}"
+        f"MFU {time.mfu:.1%} ({time.causal_mfu:.1%} with the causal half of attention)"
     )
     said = lines(found.plan)
     for name, seconds in time.spent._asdict().items():
@@ -435,7 +469,7 @@ def _time(found: Answer) -> Iterator[str]:
 
 
 def _sources(found: Answer) -> Iterator[str]:
-    for profile in (found.hardware, found.stack):
+    for profile in (found.hardware, found.stack, found.stack.kernels):
         yield f"constants of {profile.name}:"
         for key, source in profile.sources.items():
             yield f"  {key} = {getattr(profile, key)}: {source}"
@@ -450,9 +484,10 @@ def document(found: Answer) -> dict[str, Any]:
         "mesh": {a.name: a.size for a in found.plan.mesh.axes},
         "hardware": found.hardware.name,
         "stack": found.stack.name,
+        "kernels": found.stack.kernels.name,
         "batch": batch and {"rows": batch.global_batch, "tokens": batch.sequence},
         "passes": found.passes if batch else None,
-        "not_counted": not_counted(found),
+        "not_counted": not_counted(found.facts),
         "optimizer": {
             "name": found.optimizer,
             "bytes": found.work.precision.rest,
@@ -472,15 +507,20 @@ def document(found: Answer) -> dict[str, Any]:
             }
             for rank in step.ranks
         ],
-        "time": found.counted
-        and {
-            "seconds": step.time.seconds,
-            "tokens_per_second": step.time.tokens_per_second,
-            "mfu": step.time.mfu,
-            "bottleneck": step.time.bottleneck,
-            "places": {name: line.place for name, line in lines(found.plan).items()},
-            "spent": step.time.spent._asdict(),
-        },
+        "time": found.counted and _plain_time(found),
+    }
+
+
+def _plain_time(found: Answer) -> dict[str, Any]:
+    time = found.estimate.time
+    return {
+        "seconds": time.seconds,
+        "tokens_per_second": time.tokens_per_second,
+        "mfu": time.mfu,
+        "causal_mfu": time.causal_mfu,
+        "bottleneck": time.bottleneck,
+        "places": {name: line.place for name, line in lines(found.plan).items()},
+        "spent": time.spent._asdict(),
     }
 
 

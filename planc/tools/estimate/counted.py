@@ -73,6 +73,9 @@ class Product:
 class Attended:
     """A flash kernel in a module, or one of linear attention: as many `keys` for each query as have
     its FLOPs.
+
+    Args:
+        causal: whether it computes the causal half alone; not with a mask, or for all positions.
     """
 
     module: str
@@ -82,6 +85,7 @@ class Attended:
     keys: int
     head_dim: int
     linear: bool = False
+    causal: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

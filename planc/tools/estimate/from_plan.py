@@ -33,6 +33,7 @@ from planc.simulate.call_table import CallTable
 from planc.simulate.count_calls import UncountedError, count_calls
 from planc.tools.estimate.counted import Counted, MicroBatch, Part
 from planc.tools.estimate.formats import formats
+from planc.tools.estimate.fused_kernels import fuse
 from planc.tools.estimate.optimizer_step import Where, states_of, update_of
 from planc.tools.estimate.profiles import Stack
 from planc.tools.estimate.tensor_split import (
@@ -247,6 +248,8 @@ class PlanWork:
         self.step = replace(self.of_batch(), computes=self.compute_dtype)
         if counted is not None:
             self.tables = self._calls()
+            tokens = self.rows * self.tokens
+            counted = fuse(counted, self.facts, self.stack.kernels, tokens, self.width)
         passed = (one for one in by_pass(self.step) if one.during is not During.STEP)
         group = cache(self.group)
         self.sent = tuple((one, _of_some(group(*one.axes), one)) for one in passed)

@@ -12,6 +12,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from planc.tools.estimate.counted import Attended, Counted, MicroBatch, Moved, P
 if TYPE_CHECKING:
     from planc.tools.estimate.stand_ins import Kernel
 
-_FORMAT = "counted 8"
+_FORMAT = "counted 9"
 """Raised when what is counted changes."""
 _KNOWN: dict[str, Counted] = {}
 """The counts that this process has made or read: a search asks for few shapes many times."""
@@ -250,7 +251,7 @@ class _Recorder:
         yield
         self.inside_kernel = False
 
-    def ran(self, func: Any, args: Any, out: Any) -> None:
+    def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         if self.inside_kernel:
             return
         name = func._schema.name.partition("::")[2]
@@ -267,9 +268,17 @@ class _Recorder:
             note(Product(module=module, m=m, n=n, k=k, count=count, divided=True))
         elif "scaled_dot_product" in name:
             (b, h, q, d), keys = args[0].shape, args[1].shape[2]
-            note(Attended(module=module, batch=b, heads=h, queries=q, keys=keys, head_dim=d))
+            causal = _argument("is_causal", func, args, kwargs)
+            one = Attended(module=module, batch=b, heads=h, queries=q, keys=keys, head_dim=d)
+            note(replace(one, causal=bool(causal)))
         elif size := _bytes(args, out):
             note(Moved(module=module, size=size))
+
+
+def _argument(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """An argument of an operator's call; None without it."""
+    names = [argument.name for argument in func._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}.get(name)
 
 
 def _bytes(args: Any, out: Any) -> int:
@@ -300,7 +309,7 @@ def _mode(recorder: _Recorder) -> Any:
             if func is torch.ops.prim.device.default:  # autograd asks it of each operator's tensors
                 return args[0].fake_device
             out = on_fakes(func, args, kwargs or {})
-            recorder.ran(func, args, out)
+            recorder.ran(func, args, kwargs or {}, out)
             return out
 
     return Mode()

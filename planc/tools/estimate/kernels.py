@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import ceil, sqrt
 
 from planc.lowering.step import REDUCE, SEND
-from planc.tools.estimate.profiles import Hardware, Stack
+from planc.tools.estimate.profiles import EAGER, Hardware, Kernels, Stack
 from planc.tools.estimate.workload import Attention, Collective, Group, Layer, Matmul
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (192, 128, 0.96), (128, 128, 0.9), (128, 64, 0.7))
@@ -78,7 +78,9 @@ def casts(product: Matmul, hardware: Hardware) -> tuple[float, float]:
     return float(product.count * forward), float(product.count * backward)
 
 
-def attention(part: Attention, hardware: Hardware, pace: float = 1.0) -> float:
+def attention(
+    part: Attention, hardware: Hardware, pace: float = 1.0, layer_kernels: Kernels = EAGER
+) -> float:
     """Seconds of one forward of attention: a flash kernel computes the causal half, with a mask the
     whole square, as matmuls do.
 
@@ -87,6 +89,7 @@ def attention(part: Attention, hardware: Hardware, pace: float = 1.0) -> float:
 
     Args:
         pace: the stack's flash kernel relative to the best one.
+        layer_kernels: the profile of kernels.
     """
     if not part.fused:
         count = part.batch * part.heads
@@ -95,10 +98,10 @@ def attention(part: Attention, hardware: Hardware, pace: float = 1.0) -> float:
         values = Matmul(m=shape[0] * count, n=shape[2], k=shape[1])
         return matmul(scores, hardware) + matmul(values, hardware)
     short = sqrt(min(1.0, part.head_dim / 128))
-    reached = hardware.matmul_tflops * hardware.attention_fraction * pace * short * 1e12
-    return (
-        part.flops / (1 if part.masked or part.linear else 2) / reached + hardware.kernel_us * 1e-6
-    )
+    share = layer_kernels.attention_share or hardware.attention_fraction
+    share *= part.keys / (part.keys + layer_kernels.attention_keys)
+    reached = hardware.matmul_tflops * share * pace * short * 1e12
+    return part.kernel_flops / reached + hardware.kernel_us * 1e-6
 
 
 def memory_seconds(size: float, kernels: float, hardware: Hardware) -> float:
@@ -106,10 +109,22 @@ def memory_seconds(size: float, kernels: float, hardware: Hardware) -> float:
     return size / (hardware.memory_gb_s * 1e9) + kernels * 1.5e-6
 
 
+def _product_seconds(
+    product: Matmul, hardware: Hardware, stack: Stack, shape: Matmul | None = None
+) -> float:
+    """Seconds of a layer's products, or of the products of `shape` in its backward pass."""
+    seconds = matmul(shape or product, hardware)
+    if product.grouped:
+        seconds *= 1 + stack.kernels.expert_rows / max(1, product.m)
+    return seconds / (stack.matmul_pace * stack.kernels.matmul_pace)
+
+
 def forward(layer: Layer, hardware: Hardware, stack: Stack) -> tuple[float, float, float]:
     """Seconds of matmuls, attention and memory-bound kernels of one forward."""
-    products = sum(matmul(m, hardware) for m in layer.matmuls) / stack.matmul_pace
-    attended = sum(attention(a, hardware, stack.attention_pace) for a in layer.attention)
+    products = sum(_product_seconds(m, hardware, stack) for m in layer.matmuls)
+    attended = sum(
+        attention(a, hardware, stack.attention_pace, stack.kernels) for a in layer.attention
+    )
     rest = max(0, layer.kernels - len(layer.matmuls) - len(layer.attention))
     rounded = sum(casts(m, hardware)[0] for m in layer.matmuls)
     return products, attended, memory_seconds(layer.moved + rounded, rest, hardware)
@@ -119,11 +134,11 @@ def backward(layer: Layer, hardware: Hardware, stack: Stack) -> tuple[float, flo
     """Backward: 2x the matmul FLOPs, 2.5x attention's, 2x the memory traffic."""
     products = 0.0
     for m in layer.matmuls:
-        products += matmul(replace(m, n=m.k, k=m.n), hardware)
-        products += matmul(replace(m, m=m.n, n=m.k, k=m.m), hardware)
-    products /= stack.matmul_pace
+        products += _product_seconds(m, hardware, stack, replace(m, n=m.k, k=m.n))
+        products += _product_seconds(m, hardware, stack, replace(m, m=m.n, n=m.k, k=m.m))
     attended = sum(
-        attention(a, hardware, stack.attention_pace) * (3 if a.fused else 2)
+        attention(a, hardware, stack.attention_pace, stack.kernels)
+        * (stack.kernels.attention_backward if a.fused else 2)
         for a in layer.attention
     )
     rest = max(0, layer.kernels - len(layer.matmuls) - len(layer.attention))

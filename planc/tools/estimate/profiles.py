@@ -87,6 +87,69 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """The bytes that kernels of layers keep and move, and their speed.
+
+    Args:
+        fused: whether a norm, a rotary embedding, an activation, a router and the loss are one
+            kernel each; else they keep and move what the model's operators do.
+        norm_output, activation_output: the share of what these write that is kept for backward,
+            rather than recomputed.
+        norm_moved: elements that a norm moves for each one of its input, with a residual sum.
+        attention_moved: elements moved for each one of queries, keys and values.
+        activation_moved: elements moved for each one that an activation reads or writes.
+        expert_moved: elements that permutations move for each one of the rows of experts.
+        router_moved: elements moved for each token and expert.
+        loss_kept, loss_transient: bytes of a logit that stay until backward, and that exist for a
+            moment besides.
+        loss_moved: bytes of a logit that the forward pass moves, of which backward moves twice.
+        matmul_pace: the speed of products relative to the hardware's measured one.
+        attention_share: what a flash kernel reaches of the hardware's `matmul_tflops` on long
+            rows; 0 for the hardware's `attention_fraction`, whatever the length.
+        attention_keys: the number of keys at which it reaches half of that.
+        attention_backward: the seconds of its backward pass relative to the forward one's.
+        expert_rows: the rows of an expert at which grouped products reach half of their rate.
+        layer_ms, expert_layer_ms: the least time of a layer, forward and backward, which the host
+            takes to launch it: without experts, and with them.
+    """
+
+    name: str
+    fused: bool
+    matmul_pace: float
+    attention_share: float
+    attention_keys: float
+    attention_backward: float
+    expert_rows: float
+    layer_ms: float
+    expert_layer_ms: float
+    norm_output: float = 1
+    activation_output: float = 1
+    norm_moved: float = 0
+    attention_moved: float = 0
+    activation_moved: float = 0
+    expert_moved: float = 0
+    router_moved: float = 0
+    loss_kept: float = 0
+    loss_transient: float = 0
+    loss_moved: float = 0
+    sources: dict[str, str] = field(default_factory=dict, compare=False)
+
+
+EAGER = Kernels(
+    name="eager",
+    fused=False,
+    matmul_pace=1,
+    attention_share=0,
+    attention_keys=0,
+    attention_backward=3,
+    expert_rows=0,
+    layer_ms=0,
+    expert_layer_ms=0,
+)
+"""The model's own operators: the profile `eager`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
     """The overheads and the overlap of the software.
 
@@ -104,6 +167,7 @@ class Stack:
         stall_us: what one rank of a tensor group delays a collective by, while a pipeline
             communicates across nodes.
         memory_margin: the share of memory that allocations can fill before fragmentation ends it.
+        kernels: of the layers; no field of a stack's file.
     """
 
     name: str
@@ -120,10 +184,16 @@ class Stack:
     data_overlap: float
     stall_us: float
     memory_margin: float
+    kernels: Kernels = EAGER
     sources: dict[str, str] = field(default_factory=dict, compare=False)
 
+    def with_kernels(self, kernels: Kernels) -> Stack:
+        """The stack with other kernels of layers."""
+        transient = kernels.loss_transient if kernels.fused else self.loss_transient
+        return replace(self, kernels=kernels, loss_transient=transient)
 
-P = TypeVar("P", Hardware, Stack)
+
+P = TypeVar("P", Hardware, Stack, Kernels)
 
 LIMITS: dict[str, tuple[float, float]] = {
     "ranks_per_node": (1, 1024),
@@ -141,6 +211,9 @@ LIMITS: dict[str, tuple[float, float]] = {
     "tensor_overlap": (0, 1),
     "data_overlap": (0, 1),
     "memory_margin": (0.1, 1),
+    "norm_output": (0, 1),
+    "activation_output": (0, 1),
+    "attention_share": (0, 1),
 }
 """The range of each number of a profile; others are positive, and those of a stack not negative."""
 
@@ -158,6 +231,10 @@ def hardware(name: str, sink: Sink, changes: Sequence[str] = ()) -> Hardware | N
 
 def stack(name: str, sink: Sink) -> Stack | None:
     return _read(name, Stack, "launches_a_unit", sink)
+
+
+def kernels(name: str, sink: Sink) -> Kernels | None:
+    return _read(name, Kernels, "expert_rows", sink)
 
 
 def shipped_profiles(marker: str = "ranks_per_node") -> tuple[str, ...]:
@@ -202,7 +279,7 @@ def _number(text: str) -> int | float | str:
 
 def _check(name: str, kind: type[P], table: dict[str, Any], sink: Sink) -> P | None:
     """The profile, if every field is there, of its type, and possible."""
-    types = {f.name: str(f.type) for f in fields(kind)}
+    types = {f.name: str(f.type) for f in fields(kind) if f.name != "kernels"}
     needed = {f.name for f in fields(kind) if f.default is MISSING}
     problems = [f"{key} is not a field" for key in table if key not in types]
     for key, type_ in types.items():

@@ -62,8 +62,9 @@ class StepTime:
         seconds: of a step.
         spent: what the busiest rank of the pipeline spends them on.
         tokens_per_second: of one rank.
-        mfu: model FLOPs over the data sheet's; attention counts as a whole square, nothing
-            recomputed counts.
+        mfu: model FLOPs over the data sheet's; attention counts as a whole square, as in PaLM's
+            paper, and nothing recomputed counts.
+        causal_mfu: the same with the causal half of attention, as in NVIDIA's tables.
         bottleneck: the largest part, in words, and the largest that is no matmul or attention.
     """
 
@@ -71,6 +72,7 @@ class StepTime:
     spent: Spent
     tokens_per_second: float
     mfu: float
+    causal_mfu: float
     bottleneck: str
 
 
@@ -90,8 +92,18 @@ class Passes:
         full = self.work.sharding is Sharding.FULL
         each = layer.kernels + (self.stack.launches_a_unit if full else 0)
         launched = passes * each + self.stack.launches_a_collective * count
+        seconds = launched * self.hardware.launch_us * 1e-6
+        if host := self.host_ms(layer):
+            seconds = passes / 3 * host * 1e-3
         waited = sum(kernels.latency(c, self.hardware) for c in sent)
-        return max(launched * self.hardware.launch_us * 1e-6, waited) + count * self.stall
+        return max(seconds, waited) + count * self.stall
+
+    def host_ms(self, layer: Layer) -> float:
+        """Milliseconds of the host for both passes of a layer, if the kernels' profile has them."""
+        if layer.loss or layer.lookup:
+            return 0.0
+        experts = any(m.grouped for m in layer.matmuls)
+        return self.stack.kernels.expert_layer_ms if experts else self.stack.kernels.layer_ms
 
     def _pass_times(
         self,
@@ -284,11 +296,13 @@ def step_time(work: Workload, hardware: Hardware, stack: Stack) -> StepTime:
         pipeline_bubble=(plan.seconds - plan.busy[worst]) * runs,
     )
     seconds = plan.seconds * runs + exposed + optimizer
+    available = seconds * work.ranks * hardware.peak_tflops * 1e12
     return StepTime(
         seconds=seconds,
         spent=spent,
         tokens_per_second=work.tokens / seconds / work.ranks,
-        mfu=work.model_flops / seconds / work.ranks / (hardware.peak_tflops * 1e12),
+        mfu=work.model_flops / available,
+        causal_mfu=work.causal_flops / available,
         bottleneck=_bottleneck(spent, work, hardware),
     )
 

@@ -178,7 +178,8 @@ class PartSplit:
                 n, k = (-(-n // self.ranks), k) if n >= k else (n, -(-k // self.ranks))
             elif count > 1:
                 count = -(-count // self.factor(p.module))
-            yield Matmul(m=m, n=n, k=k, count=count, format=self.formats.get(p.module))
+            low = self.formats.get(p.module)
+            yield Matmul(m=m, n=n, k=k, count=count, format=low, grouped=p.divided)
 
     def rounding(self) -> float:
         """Bytes of the operands of a product and of its gradient, while they are rounded."""
@@ -195,8 +196,9 @@ class PartSplit:
                 keys=a.keys
                 * (1 if parts > 1 or a.linear else self.work.plan.mesh.ranks_of(AxisRole.SEQUENCE)),
                 head_dim=a.head_dim,
-                masked=parts > 1,
+                masked=parts > 1 or not a.causal,
                 linear=a.linear,
+                causal=a.causal,
             )
 
     def moved_bytes(self) -> float:

@@ -68,6 +68,7 @@ class Matmul:
 
     Args:
         format: of rounded operands; None for the dtype of activations.
+        grouped: whether one kernel computes all `count`, as of experts.
     """
 
     m: int
@@ -75,6 +76,7 @@ class Matmul:
     k: int
     count: int = 1
     format: NumberFormat | None = None
+    grouped: bool = False
 
     @property
     def flops(self) -> float:
@@ -91,8 +93,9 @@ class Attention:
         queries, keys: positions.
         head_dim: of a head.
         fused: whether a flash kernel computes it, or matmuls and a softmax in fp32.
-        masked: whether it reads a mask, and so computes the whole square.
+        masked: whether it computes the whole square: with a mask, or for all positions.
         linear: whether it is a kernel of linear attention, all of whose FLOPs are computed.
+        causal: whether half of the square would do, whatever the kernel computes.
     """
 
     batch: int
@@ -103,11 +106,17 @@ class Attention:
     fused: bool = True
     masked: bool = False
     linear: bool = False
+    causal: bool = True
 
     @property
     def flops(self) -> float:
         """FLOPs without the causal saving, as MFU counts them; a causal kernel computes half."""
         return 4.0 * self.batch * self.heads * self.queries * self.keys * self.head_dim
+
+    @property
+    def kernel_flops(self) -> float:
+        """FLOPs that its kernel computes."""
+        return self.flops if self.masked or self.linear else self.flops / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,8 +347,19 @@ class Workload:
     @property
     def model_flops(self) -> float:
         """FLOPs of one step over all ranks: 3 times those of forward, nothing recomputed."""
-        one = sum(layer.flops * n for stage in self.stages for layer, n in stage)
-        return 3 * one * self.ranks / self.pipeline.size * self.micro_batches * self.runs
+        return self._flops(sum(x.flops * n for stage in self.stages for x, n in stage))
+
+    @property
+    def causal_flops(self) -> float:
+        """`model_flops` with the causal half of attention, as NVIDIA's tables do."""
+        layers = [(x, n) for stage in self.stages for x, n in stage]
+        causal = ((a, n) for x, n in layers for a in x.attention if a.causal and not a.linear)
+        less = sum(n * a.flops / 2 for a, n in causal)
+        return self.model_flops - self._flops(less)
+
+    def _flops(self, forward: float) -> float:
+        """FLOPs of a step, from those of a forward pass of the ranks of a pipeline."""
+        return 3 * forward * self.ranks / self.pipeline.size * self.micro_batches * self.runs
 
     def __post_init__(self) -> None:
         assert len(self.stages) == self.pipeline.size * self.chunks

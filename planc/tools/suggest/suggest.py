@@ -26,7 +26,7 @@ from planc.syntax import ast
 from planc.syntax.parse import parse
 from planc.syntax.plan_files import locate, plan_of_family
 from planc.tools.estimate import profiles
-from planc.tools.estimate.answer import Request, hardware_of
+from planc.tools.estimate.answer import Request, hardware_of, stack_of
 from planc.tools.estimate.counted import by_rows
 from planc.tools.estimate.from_plan import Batch
 from planc.tools.estimate.kept_tensors import count
@@ -67,17 +67,20 @@ class Asked:
 class Suggestion:
     """
     Args:
+        experts: whether a plan can divide experts among ranks.
         coarser: the best plan with gradients reduced in 16 bits, if its own are reduced in 32.
         masters: whether it is assumed that the optimizer steps fp32.
     """
 
     asked: Asked
+    facts: Facts
     base: str
     hardware: profiles.Hardware
     stack: profiles.Stack
     found: Found
     coarser: Candidate | None = None
     masters: bool = False
+    experts: bool = False
 
     @property
     def plan(self) -> str:
@@ -106,9 +109,9 @@ def suggest(
         progress: is told how many of how many parts are done.
     """
     request, batch = asked.request, asked.request.batch
-    hardware, stack = hardware_of(request, sink), profiles.stack(request.stack, sink)
-    files = _files(facts, asked, sink)
+    hardware, files = hardware_of(request, sink), _files(facts, asked, sink)
     space = _space(facts, asked, files, sink) if files else None
+    stack = stack_of(request, space.plan, sink) if space else None
     if not (hardware and stack and files and space and batch):
         return None
     conditions = _conditions(space, facts, sink)
@@ -135,12 +138,14 @@ def suggest(
         return None
     return Suggestion(
         asked=asked,
+        facts=facts,
         base=space.name,
         hardware=hardware,
         stack=stack,
         found=found,
         coarser=coarser,
         masters=masters(space.plan, facts) is not None,
+        experts=space.experts is not None,
     )
 
 

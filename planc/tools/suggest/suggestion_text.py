@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from planc.tools.estimate.answer import model_assumptions
 from planc.tools.estimate.memory import GIB
 from planc.tools.suggest.candidates import Candidate
 from planc.tools.suggest.suggest import Suggestion
@@ -23,6 +24,7 @@ def text(made: Suggestion, *, command: str) -> Iterator[str]:
     assert batch is not None
     tokens = f"{batch.global_batch} x {batch.sequence} tokens a step"
     yield f"{made.asked.world_size:,} ranks of {made.hardware.name}, {made.stack.name}; {tokens}"
+    yield f"counted with {'; '.join(_assumptions(made))}"
     if made.masters:
         yield "the optimizer is assumed to step fp32; `load { dtype = ... }` in a plan says another"
     yield f"{tally.tried:,} plans were estimated that extend {made.base}"
@@ -42,6 +44,15 @@ def text(made: Suggestion, *, command: str) -> Iterator[str]:
         yield f"  {out.count:6,}  {reason}, such as {out.example}"
     yield ""
     yield f"its estimate in full: {command}"
+
+
+def _assumptions(made: Suggestion) -> Iterator[str]:
+    """Yields the assumptions that all plans of a search share."""
+    yield f"{made.stack.kernels.name} kernels"
+    batch = made.asked.request.batch
+    yield from model_assumptions(made.facts, batch.sequence if batch else 0)
+    if made.experts:
+        yield "equal shares of tokens for all experts"
 
 
 def _table(best: tuple[Candidate, ...]) -> Iterator[str]:
@@ -104,6 +115,7 @@ def document(made: Suggestion) -> dict[str, Any]:
         "world_size": made.asked.world_size,
         "hardware": made.hardware.name,
         "stack": made.stack.name,
+        "kernels": made.stack.kernels.name,
         "batch": batch and {"rows": batch.global_batch, "tokens": batch.sequence},
         "extends": made.base,
         "tried": found.tally.tried,

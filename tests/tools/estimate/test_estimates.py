@@ -29,6 +29,12 @@ from planc.tools.estimate.workload import Collective, Group, Recompute, Sharding
 from planc.tools.suggest.measurements import Timed, calibrate
 
 CHOICES = measured_steps.choices()
+
+
+def kernel_profile(name):
+    return profiles.kernels(name, Sink())
+
+
 SMALL = Decoder(layers=8, hidden=1024, heads=8, ffn=4096, vocabulary=32000)
 
 
@@ -237,13 +243,16 @@ def test_a_pipeline_waits():
     assert found.time.spent.total == pytest.approx(found.time.seconds)
 
 
-@pytest.mark.parametrize("kind", [profiles.Hardware, profiles.Stack])
+@pytest.mark.parametrize("kind", [profiles.Hardware, profiles.Stack, profiles.Kernels])
 def test_shipped_profiles_are_whole_and_have_sources(kind):
-    marker = {profiles.Hardware: "ranks_per_node", profiles.Stack: "launches_a_unit"}[kind]
-    read = {profiles.Hardware: hardware, profiles.Stack: stack}[kind]
+    marker, read, least = {
+        profiles.Hardware: ("ranks_per_node", hardware, 3),
+        profiles.Stack: ("launches_a_unit", stack, 1),
+        profiles.Kernels: ("expert_rows", kernel_profile, 3),
+    }[kind]
     names = profiles.shipped_profiles(marker)
-    assert len(names) >= {profiles.Hardware: 3, profiles.Stack: 1}[kind]
-    others = {"name", "sources", "devices", "ranks_per_node", "processors"}
+    assert len(names) >= least
+    others = {"name", "sources", "devices", "ranks_per_node", "processors", "kernels", "fused"}
     numbers = {f.name for f in fields(kind)} - others
     for name in names:
         found = read(name)
