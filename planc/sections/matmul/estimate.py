@@ -50,7 +50,7 @@ def assumptions(answer: Answer) -> Iterator[str]:
         yield "products in 8 bits at published rates, compiled: planc measured no GPU with them"
 
 
-def unmeasured(plan: Plan) -> Iterator[tuple[str, list[Span]]]:
+def measurement_obstacles(plan: Plan) -> Iterator[tuple[str, list[Span]]]:
     """The reason for which `planc measure` runs no rank."""
     lines = dict.fromkeys(rule.origin for rule in plan.sections["matmul"])
     yield "products in 8 bits are emulated here, which holds more than a GPU does", [*lines]

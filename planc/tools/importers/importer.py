@@ -69,7 +69,7 @@ def import_plan(name: str, sink: Sink, *, peer: str | None, model: str | None) -
     _report_no_rule(given, settings, sink)
     keys = {word: _keys(leaf.path for leaf in by) for word, (_, by) in settings.items()}
     writer = Writer(base, whose, given, keys)
-    sections = writer.written()
+    sections = writer.plan_lines()
     for word, (_, by) in settings.items():
         fate += [(leaf, *writer.fate.get(leaf.path, writer.fate_of(word))) for leaf in by]
     implied = writer.implied_fates

@@ -87,7 +87,7 @@ class Writer:
         self.aliases: dict[str, str] = {}
         self.name = f"{base.plan}.plan"
 
-    def written(self) -> list[str]:
+    def plan_lines(self) -> list[str]:
         """The lines of the plan after its header."""
         self.fate.update((word, ("plan", "the header")) for word in _HEADER)
         if "," in self.given.get("block_class", ""):

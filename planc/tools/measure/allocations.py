@@ -65,7 +65,7 @@ class Allocations(Ledger):
         addresses = tuple(tensor.untyped_storage().data_ptr() for tensor in local)
         self._note("tensors", name, addresses)
 
-    def changed(self) -> None:
+    def record_part(self) -> None:
         """Another module runs, or another part of a step."""
         if (now := self.what()) != self.last:
             self.last = now
@@ -99,7 +99,7 @@ class Allocations(Ledger):
         """
         resize = torch.UntypedStorage.resize_
 
-        def resized(storage: Any, size: int) -> Any:
+        def resize_and_note(storage: Any, size: int) -> Any:
             self._note("what", "gathered parameters")
             made = resize(storage, size)
             self._note("what", self.last)
@@ -108,11 +108,11 @@ class Allocations(Ledger):
         found: list[Allocated] = []
         try:
             with (
-                mock.patch.object(torch.UntypedStorage, "resize_", resized),
+                mock.patch.object(torch.UntypedStorage, "resize_", resize_and_note),
                 self._record(found),
             ):
                 self.inside = True
-                self.changed()
+                self.record_part()
                 yield
         finally:
             self.inside = False
@@ -142,7 +142,7 @@ class Allocations(Ledger):
             if size > 0 and what == _HOST:
                 continue
             if size > 0:
-                number = self.made(what)
+                number = self.add_block(what)
                 live[address] = (number, size)
                 self.events.append((number, size))
             elif address in live:
@@ -248,7 +248,7 @@ class Clock:
         self.device = device
         self.stamps: list[tuple[str, Any]] = []
 
-    def at(self, part: str) -> None:
+    def start_part(self, part: str) -> None:
         """From here on another part runs."""
         if not self.stamps or self.stamps[-1][0] != part:
             self.stamps.append((part, self._now()))

@@ -209,14 +209,14 @@ class BlockCalls:
         """Notes what runs inside, in place of checkpointing it."""
         forward, hooks = CheckpointWrapper.forward, ("_pre_forward", "_post_forward")
 
-        def called(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        def record_or_call(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
             name = self.names.get(id(wrapper._checkpoint_wrapped_module), "")
             if name not in self.asked:
                 return forward(wrapper, *args, **kwargs)
             return self._note_block(name, wrapper._checkpoint_wrapped_module, args, kwargs)
 
         with ExitStack() as stack, _until_backward():
-            stack.enter_context(mock.patch.object(CheckpointWrapper, "forward", called))
+            stack.enter_context(mock.patch.object(CheckpointWrapper, "forward", record_or_call))
             for name in hooks:
                 plain = getattr(FSDPState, name)
                 stack.enter_context(mock.patch.object(FSDPState, name, self._inside_hook(plain)))

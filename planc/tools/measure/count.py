@@ -85,14 +85,14 @@ class CountedRank:
     @property
     def largest(self) -> str:
         """The moment at which most is held."""
-        return max(self.moments, key=self.held)
+        return max(self.moments, key=self.bytes_at)
 
     @property
     def peak(self) -> int:
         """The most bytes that it holds."""
-        return self.held(self.largest)
+        return self.bytes_at(self.largest)
 
-    def held(self, moment: str) -> int:
+    def bytes_at(self, moment: str) -> int:
         """Bytes at a moment."""
         return sum(self.moments[moment].values())
 
@@ -210,7 +210,9 @@ def require_runnable(compiled: Compiled, device: str = "") -> None:
             raise NotCountedError(reason, *lines)
 
 
-_UNMEASURED = Hook[Callable[[Plan], Iterator[tuple[str, list[Span]]]]]("estimate", "unmeasured")
+_OBSTACLES = Hook[Callable[[Plan], Iterator[tuple[str, list[Span]]]]](
+    "estimate", "measurement_obstacles"
+)
 
 
 def _not_run(plan: Plan, lowered: Lowered, device: str) -> Iterator[tuple[str, list[Span]]]:
@@ -223,7 +225,7 @@ def _not_run(plan: Plan, lowered: Lowered, device: str) -> Iterator[tuple[str, l
     shown = "bytes and times are told apart by modules, and compiled blocks show none"
     compiled = shown if device else "compiled code does not run on fake tensors"
     yield compiled, [op.origin for op in plan.compilations]
-    for reasons in _UNMEASURED.find_all(plan.sections):
+    for reasons in _OBSTACLES.find_all(plan.sections):
         yield from reasons(plan)
     parked = [rule.origin for rule in plan.checkpoint_rules if rule.hosts]
     shards = [section.offload.origin] if section and section.offload else []
@@ -240,7 +242,7 @@ class _Pattern(NamedTuple):
     period: int = 1
     windows: tuple[tuple[int, int], ...] = ()
 
-    def kept(self, blocks: int, periods: Sequence[int]) -> list[int]:
+    def remaining_blocks(self, blocks: int, periods: Sequence[int]) -> list[int]:
         """The blocks that are left with so many periods of each window."""
         gone: set[int] = set()
         for (start, times), left in zip(self.windows, periods, strict=True):
@@ -272,7 +274,7 @@ def _pattern(kinds: Sequence[Any]) -> _Pattern | None:
             at = end + 1
         made = _Pattern(period, tuple(windows))
         if windows:
-            found.append((len(made.kept(len(kinds), [LEAST] * len(windows))), made))
+            found.append((len(made.remaining_blocks(len(kinds), [LEAST] * len(windows))), made))
     return min(found)[1] if found else None
 
 
@@ -291,12 +293,12 @@ class _Chosen(Depth):
     ) -> tuple[list[int], dict[str, int]]:
         return self.chosen.get(depth, [*range(depth)]), {}
 
-    def of(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def select_blocks(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """A configuration with these blocks, also in its nested ones."""
         made = copy.deepcopy(dict(config))
         for name, value in config.items():
             if name.endswith("_config") and isinstance(value, Mapping):
-                made[name] = self.of(value)
+                made[name] = self.select_blocks(value)
         self.shrink(config, made, dict)
         return made
 
@@ -327,7 +329,7 @@ def _with_blocks(compiled: Compiled, at: Modules, kept: list[int], sink: Sink) -
     """The plan for a model with some of the blocks of a list."""
     facts = compiled.facts
     assert facts is not None
-    values = _Chosen(length(at), kept).of(facts.config)
+    values = _Chosen(length(at), kept).select_blocks(facts.config)
     small = load_values({**values, "architectures": [facts.name]}, "few layers", sink)
     return compile(
         compiled.files,
@@ -408,7 +410,7 @@ class _Work:
         made = []
         for more in (0, *sorted({*times})):
             periods = [LEAST + (n == more) for n in times]
-            kept = pattern.kept(len(kinds), periods)
+            kept = pattern.remaining_blocks(len(kinds), periods)
             compiled = _with_blocks(self.compiled, self.at, kept, Sink())
             if not compiled.lowered or compiled.plan is None or compiled.facts is None:
                 return
@@ -553,7 +555,7 @@ def _less(runs: Sequence[Held]) -> bool:
 def _with_microbatches(lowered: Lowered, many: int) -> Lowered:
     """The plan with another number of microbatches."""
 
-    def of(op: AnyOp) -> AnyOp:
+    def set_microbatches(op: AnyOp) -> AnyOp:
         return replace(op, microbatches=many) if isinstance(op, Pipeline) else op
 
-    return lowered.map_ops(lambda ops: map(of, ops))
+    return lowered.map_ops(lambda ops: map(set_microbatches, ops))

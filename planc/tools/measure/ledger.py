@@ -27,7 +27,7 @@ class Ledger:
         """From here on, what is held belongs to another moment."""
         self.marks.append((moment, len(self.events)))
 
-    def made(self, name: str) -> int:
+    def add_block(self, name: str) -> int:
         """The number of a new block, which has no bytes yet."""
         self.names.append(name)
         return len(self.names) - 1

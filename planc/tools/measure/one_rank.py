@@ -241,9 +241,9 @@ class _Rank:
         end = time.perf_counter() + TIMED_SECONDS
         while len(found) < TIMED_STEPS and (not found or time.perf_counter() < end):
             self.clock = Clock(self.device)
-            self.changed()
+            self.record_part()
             self._step(run, optimizer, batches)
-            self.clock.at("end")
+            self.clock.start_part("end")
             found.append(self.clock.spent())
         self.clock = None
         return min(found, key=lambda parts: sum(parts.values()))
@@ -352,20 +352,20 @@ class _Rank:
             return f"{'recomputation' if self.passing else 'forward'} of {self.running[-1]}"
         return "backward" if self.passing else "between passes"
 
-    def changed(self) -> None:
+    def record_part(self) -> None:
         """Tells that another part runs."""
-        self.held.changed()
+        self.held.record_part()
         if self.clock:
-            self.clock.at(self.part())
+            self.clock.start_part(self.part())
 
     def _stepping(self, what: str) -> None:
         self.stepping = what
-        self.changed()
+        self.record_part()
 
     @contextmanager
     def _guard_part(self) -> Iterator[None]:
         """Surrounds a part, and says the innermost one that fails."""
-        self.changed()
+        self.record_part()
         try:
             yield
         except Exception:
@@ -377,7 +377,7 @@ class _Rank:
         """Follows which module runs and where backward is."""
         call, backward = nn.Module.__call__, torch.autograd._engine_run_backward
 
-        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             name = names.get(id(module))
             if name is None:
                 return call(module, *args, **kwargs)
@@ -387,16 +387,16 @@ class _Rank:
                     return call(module, *args, **kwargs)
             finally:
                 self.running.pop()
-                self.changed()
+                self.record_part()
 
-        def passed(*args: Any, **kwargs: Any) -> Any:
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
             self.passing += 1
             try:
                 with self._guard_part():
                     return backward(*args, **kwargs)
             finally:
                 self.passing -= 1
-                self.changed()
+                self.record_part()
 
         handles = []
         blocks = named_modules(run.model)
@@ -405,8 +405,8 @@ class _Rank:
         for name, at in self.job.edges.items():
             handles.append(blocks[name].register_forward_hook(partial(self._mark_backward, at)))
         with (
-            mock.patch.object(nn.Module, "__call__", called),
-            mock.patch.object(torch.autograd, "_engine_run_backward", passed),
+            mock.patch.object(nn.Module, "__call__", call_module),
+            mock.patch.object(torch.autograd, "_engine_run_backward", run_backward),
         ):
             yield
         for handle in handles:

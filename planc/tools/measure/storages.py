@@ -54,7 +54,7 @@ class Storages(TorchDispatchMode, Ledger):  # type: ignore[misc]
         self.aside = 0
         self.hosted: set[int] = set()
 
-    def changed(self) -> None:
+    def record_part(self) -> None:
         """Another module runs: nothing to do, as each storage asks what it is."""
 
     def note(self, tensors: Iterable[Tensor], name: str = "") -> None:
@@ -74,7 +74,7 @@ class Storages(TorchDispatchMode, Ledger):  # type: ignore[misc]
                 _, size, number = self.known.pop(key)
                 self.events.append((number, -size))
 
-            number = self.made(name or self.what())
+            number = self.add_block(name or self.what())
             self.known[key] = (weakref.ref(storage, gone), 0, number)
         reference, before, number = self.known[key]
         if name:
@@ -111,13 +111,13 @@ class Storages(TorchDispatchMode, Ledger):  # type: ignore[misc]
             ShardingPropagator._propagate_tensor_meta_non_cached,
         )
 
-        def resized(storage: Any, size: int) -> Any:
+        def resize_and_note(storage: Any, size: int) -> Any:
             made = resize(storage, size)
             if storage._cdata in self.known:
                 self._note(storage, "gathered parameters")
             return made
 
-        def asked(*args: Any, **kwargs: Any) -> Any:
+        def infer_shapes(*args: Any, **kwargs: Any) -> Any:
             self.aside += 1
             try:
                 return shapes(*args, **kwargs)
@@ -125,8 +125,10 @@ class Storages(TorchDispatchMode, Ledger):  # type: ignore[misc]
                 self.aside -= 1
 
         with (
-            mock.patch.object(torch.UntypedStorage, "resize_", resized),
-            mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", asked),
+            mock.patch.object(torch.UntypedStorage, "resize_", resize_and_note),
+            mock.patch.object(
+                ShardingPropagator, "_propagate_tensor_meta_non_cached", infer_shapes
+            ),
             self,
         ):
             yield

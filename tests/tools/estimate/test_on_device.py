@@ -254,7 +254,7 @@ def test_the_record_of_cuda():
 def test_a_clock_sums_parts():
     clock = Clock("cpu")
     for part in ("one", "two", "one", "end"):
-        clock.at(part)
+        clock.start_part(part)
     assert {*clock.spent()} == {"one", "two"}
     clock.stamps = [("one", 1.0), ("two", 3.0), ("one", 4.0), ("end", 8.0)]
     assert clock.spent() == {"one": 6.0, "two": 1.0}
