@@ -244,7 +244,7 @@ def _sharding(plan: Plan, facts: Facts, holdings: Holdings) -> list[FullyShard] 
     if plan.fsdp is None:
         return []
     if (op := plan.fsdp.backend) is not None:
-        return [op.part("lowering").lowered(plan, op, facts, holdings)]
+        return [op.part("lowering").lower_shards(plan, op, facts, holdings)]
     return _merge(units_of(plan.fsdp, holdings))
 
 

@@ -488,7 +488,7 @@ class Run(SendsWeights):
         )
         self.first.weights.note(self.model)
         if self._backend:
-            self._backend.loaded(self.model)
+            self._backend.copy_to_forward_weights(self.model)
         return step
 
     def save(

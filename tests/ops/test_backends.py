@@ -67,7 +67,7 @@ def check(plan, section, own, facts, sink):
 """,
     "lowering": """
 from dataclasses import replace
-def lowered(plan, op, facts, holdings):
+def lower_shards(plan, op, facts, holdings):
     members = [m for u in plan.fsdp.units if not u.root for m in u.members]
     return replace(op, members=tuple(members), shard=plan.fsdp.shard, nbytes=7)
 """,

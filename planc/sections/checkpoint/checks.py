@@ -19,7 +19,7 @@ def check(plan: Plan, facts: Facts, sink: Sink) -> None:
             help = "name its blocks, as in `model.layers.* : full`"
             sink.error("PL433", message, rule.origin, help=help)
         if rule.hosts:
-            _compiled(rule, plan, sink)
+            _check_offload_in_compiled(rule, plan, sink)
         if fields and not rule.preserve_rng:
             sink.warning(
                 "PL672",
@@ -30,7 +30,7 @@ def check(plan: Plan, facts: Facts, sink: Sink) -> None:
             )
 
 
-def _compiled(rule: Checkpoint, plan: Plan, sink: Sink) -> None:
+def _check_offload_in_compiled(rule: Checkpoint, plan: Plan, sink: Sink) -> None:
     """The compiler decides which activations a compiled graph saves for backward; the saved-tensor
     hooks that move activations to the CPU are not part of that graph.
     """

@@ -38,7 +38,7 @@ class Alike:
     table: CallTable
     passes: int
 
-    def held(self, point: Point) -> int:
+    def held_bytes(self, point: Point) -> int:
         """Bytes that one of them holds."""
         return self.passes * point.size
 
@@ -58,12 +58,12 @@ class Share:
     @cached_property
     def plain(self) -> int:
         """Bytes that they hold without checkpoints."""
-        return sum(g.held(g.table.plain) * len(g.names) for g in self.groups)
+        return sum(g.held_bytes(g.table.plain) * len(g.names) for g in self.groups)
 
     @cached_property
     def least(self) -> int:
         """Bytes that they hold where nothing but inputs is kept."""
-        return sum(g.held(g.table.front[0]) * len(g.names) for g in self.groups)
+        return sum(g.held_bytes(g.table.front[0]) * len(g.names) for g in self.groups)
 
     @cached_property
     def bytes(self) -> int:
@@ -77,14 +77,14 @@ class Share:
         the budget. If none fits, every module is fully recomputed.
         """
         ways = (self._steepest(), self._uniform(), *map(self._recipe, _RECIPES))
-        fitting = [way for way in ways if self.held(way) <= self.bytes]
+        fitting = [way for way in ways if self.held_bytes(way) <= self.bytes]
         if not fitting:
             return self._recipe(())
-        return min(fitting, key=lambda way: (self.seconds(way), self.held(way)))
+        return min(fitting, key=lambda way: (self.seconds(way), self.held_bytes(way)))
 
-    def held(self, points: Mapping[str, Point]) -> int:
+    def held_bytes(self, points: Mapping[str, Point]) -> int:
         """Bytes that the modules hold so."""
-        return sum(g.held(points[name]) for g in self.groups for name in g.names)
+        return sum(g.held_bytes(points[name]) for g in self.groups for name in g.names)
 
     def seconds(self, points: Mapping[str, Point]) -> float:
         """Seconds that their recomputation takes in one pass."""
@@ -95,17 +95,17 @@ class Share:
         their front, and what is left of the budget goes to single modules.
         """
         found = {name: g.table.front[0] for g in self.groups for name in g.names}
-        left = self.bytes - self.held(found)
+        left = self.bytes - self.held_bytes(found)
         steps = [
-            ((a.seconds - b.seconds) / (g.held(b) - g.held(a)), g, a, b)
+            ((a.seconds - b.seconds) / (g.held_bytes(b) - g.held_bytes(a)), g, a, b)
             for g in self.groups
             for a, b in pairwise(_hull(g.table.front))
         ]
         for _, g, a, b in sorted(steps, key=lambda step: -step[0]):
             at = [name for name in g.names if found[name] is a]
-            many = min(len(at), max(0, left) // (g.held(b) - g.held(a)))
+            many = min(len(at), max(0, left) // (g.held_bytes(b) - g.held_bytes(a)))
             found |= dict.fromkeys(at[:many], b)
-            left -= many * (g.held(b) - g.held(a))
+            left -= many * (g.held_bytes(b) - g.held_bytes(a))
         return self._spend_rest(found, left)
 
     def _uniform(self) -> dict[str, Point]:
@@ -116,7 +116,7 @@ class Share:
             for g in self.groups
             for name in g.names
         }
-        return self._spend_rest(found, self.bytes - self.held(found))
+        return self._spend_rest(found, self.bytes - self.held_bytes(found))
 
     def _recipe(self, groups: Sequence[str]) -> dict[str, Point]:
         saves = [Save(name=name, ops=GROUPS[name]) for name in groups]
@@ -130,7 +130,7 @@ class Share:
                 more = _best(g.table.front, own.size + max(0, left) // g.passes)
                 if more.seconds < own.seconds:
                     found[name] = more
-                    left -= g.held(more) - g.held(own)
+                    left -= g.held_bytes(more) - g.held_bytes(own)
         return found
 
 
@@ -283,13 +283,13 @@ def _passes(plan: Plan) -> Iterator[Callable[[str], int]]:
         most = [max(m.held[i] for m in in_flight(passes, chunks)) for i in range(chunks)]
         held = dict(zip(own, most, strict=True))
 
-        def of(name: str, held: Mapping[int, int] = held) -> int:
+        def passes_of(name: str, held: Mapping[int, int] = held) -> int:
             head, _, rest = name.partition(f"{op.blocks}.")
             if head or not rest:  # outside the blocks: with the first stage
                 return held.get(0, 0)
             return held.get(op.stage_of(int(rest.partition(".")[0])), 0)
 
-        yield of
+        yield passes_of
 
 
 def _rules(share: Share) -> Iterator[Checkpoint]:

@@ -42,7 +42,7 @@ def _lines(table: CallTable, saves: Sequence[Save] | None, budget: Budget) -> It
         return
     point = table.keeping(saves)
     hosted = [table.calls[i] for i in point.hosted]
-    copies = sum(map(table.copied, hosted))
+    copies = sum(map(table.copy_seconds, hosted))
     held = f"it holds {phrases.size(point.size)} of {plain} until its backward pass"
     yield (
         f"for {tokens} {held}, and computes {_time(point.seconds - copies)} again of a forward "
@@ -53,7 +53,7 @@ def _lines(table: CallTable, saves: Sequence[Save] | None, budget: Budget) -> It
         yield f"in the host's memory: {there}, copied there and back in {_time(copies)}"
     yield f"input: {phrases.size(table.inputs)}"
     for call in sorted(hosted, key=lambda call: -call.seconds):
-        took = _time(call.seconds - table.copied(call))
+        took = _time(call.seconds - table.copy_seconds(call))
         yield f"keeps {_name(call)} on cpu: {phrases.size(call.size)}, saves {took} beside copies"
     kept = [table.calls[i] for i in point.kept or ()]
     for call in sorted(kept, key=lambda call: -call.seconds):

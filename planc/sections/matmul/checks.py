@@ -43,7 +43,7 @@ def check(plan: Plan, facts: Facts, sink: Sink) -> None:
         return
     found: dict[_Found, list[Modules]] = {}
     for op in plan.sections["matmul"]:
-        wrong = _kind(op) or _kept(op, plan, facts)
+        wrong = _kind(op) or _critical_layer(op, plan, facts)
         every = [wrong] if wrong else [*_under(op, plan)]
         for one in every:
             found.setdefault(one, []).append(op.modules)
@@ -58,7 +58,7 @@ def check(plan: Plan, facts: Facts, sink: Sink) -> None:
             help=one.help.format(layers[0]),
         )
     if "compile" not in plan.broken and not found:
-        _compiled(plan, sink)
+        _warn_uncompiled(plan, sink)
 
 
 def _kind(op: LowPrecision) -> _Found | None:
@@ -79,7 +79,7 @@ def _kind(op: LowPrecision) -> _Found | None:
     )
 
 
-def _kept(op: LowPrecision, plan: Plan, facts: Facts) -> _Found | None:
+def _critical_layer(op: LowPrecision, plan: Plan, facts: Facts) -> _Found | None:
     """The finding for a linear layer that must keep its precision, with the reason; None for any
     other.
     """
@@ -114,7 +114,7 @@ def _under(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
     yield from _sizes(op, plan)
     yield from _scales(op, plan)
     if op.gather and "fsdp" not in plan.broken:
-        yield from _gathered(op, plan)
+        yield from _gather_conflicts(op, plan)
 
 
 def _sizes(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
@@ -185,7 +185,7 @@ def _styles(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
             )
 
 
-def _gathered(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
+def _gather_conflicts(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
     """FSDP gathers in fp8 what has one scale, known before the shards are together."""
     message, labels, help = "", tuple[Label, ...](), "leave out `gather`"
     if op.recipe != "tensorwise":
@@ -233,7 +233,7 @@ def _other_recipes(op: LowPrecision, plan: Plan) -> Iterator[LowPrecision]:
             yield other
 
 
-def _compiled(plan: Plan, sink: Sink) -> None:
+def _warn_uncompiled(plan: Plan, sink: Sink) -> None:
     rules = plan.sections["matmul"]
     left = [op for op in rules if not any(holds(c.modules, op.modules) for c in plan.compilations)]
     if left:

@@ -49,14 +49,14 @@ def in_float64(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
 
     @functools.wraps(product)
-    def called(op: Any, args: tuple[Any, ...], kwargs: Any = None) -> Tensor:
+    def multiply(op: Any, args: tuple[Any, ...], kwargs: Any = None) -> Tensor:
         *bias, one, two = args
         if one._orig_dtype != torch.float64:
             return product(op, args, kwargs)
         found: Tensor = op(*bias, *(t._data.double() / t._scale for t in (one, two)))
         return found
 
-    return called
+    return multiply
 
 
 def mxfp8_linear(layer: nn.Linear, device: str) -> nn.Linear:

@@ -8,7 +8,7 @@ from planc.model.facts import DTYPE_BYTES, Facts, Modules
 from planc.sections.megatron_fsdp.ops import MegatronShard
 
 
-def lowered(plan: Plan, op: MegatronShard, facts: Facts, holdings: Holdings) -> MegatronShard:
+def lower_shards(plan: Plan, op: MegatronShard, facts: Facts, holdings: Holdings) -> MegatronShard:
     """The operation of a section, with its units and axes."""
     section = plan.fsdp
     assert section is not None

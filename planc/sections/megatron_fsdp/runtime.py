@@ -59,7 +59,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         wrapper.set_model_auto_sync(True)
 
 
-def loaded(model: nn.Module) -> None:
+def copy_to_forward_weights(model: nn.Module) -> None:
     """Copies the optimizer's parameters, which were loaded, to those of the forward pass."""
     _wrapper(model).install_optimized_model_weights()
 

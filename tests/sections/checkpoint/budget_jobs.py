@@ -72,7 +72,7 @@ def held(folder, model, family, overrides, share, rows, more=""):
         gradients.append(gradients_of(made))
     plan = _plan(folder, family, budget)
     lowered, (*_, own) = _shares(plan, model, overrides)
-    predicted = own.held(own.points) - own.least
+    predicted = own.held_bytes(own.points) - own.least
     kept = sum(len(op.save) for op in lowered.ops if isinstance(op, Checkpoint))
     same = all(torch.equal(gradients[1][name], right) for name, right in gradients[2].items())
     away = sum(parked), sum(point.away for point in own.points.values())

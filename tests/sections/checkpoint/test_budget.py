@@ -92,10 +92,10 @@ def test_no_recipe_is_better(counts):
     recipes = [(), ("attention",), ("attention", "matmul")]
     for recipe in recipes:
         points = whole._recipe(recipe)
-        own = share(whole.held(points) + 1, *counts)
-        assert own.held(own.points) <= own.bytes
+        own = share(whole.held_bytes(points) + 1, *counts)
+        assert own.held_bytes(own.points) <= own.bytes
         assert own.seconds(own.points) <= own.seconds(points) + 1e-15
-    assert whole.seconds(whole.points) == 0 and whole.held(whole.points) <= whole.plain
+    assert whole.seconds(whole.points) == 0 and whole.held_bytes(whole.points) <= whole.plain
     times = [share(part / 20, *counts) for part in range(4, 21)]
     times = [own.seconds(own.points) for own in times if own.least <= own.bytes]
     assert times == sorted(times, reverse=True)
@@ -105,7 +105,7 @@ def test_equal_layers_have_two_neighboring_points():
     own = share(0.5, 60)
     used = sorted({point.size for point in own.points.values()})
     assert len(used) <= 3  # two of the hull, and one layer that has what is left
-    assert own.bytes - own.held(own.points) < 9000
+    assert own.bytes - own.held_bytes(own.points) < 9000
 
 
 def test_rates_are_those_of_the_profile():
@@ -234,10 +234,10 @@ def test_what_is_held_is_what_was_predicted(tmp_path, monkeypatch, ends_its_grou
         (own,) = known
         plain = sum(point.kept is None for point in own.points.values())
         held -= sum(parked)  # the host's memory, which is the CPU's here
-        assert held - full == own.held(own.points) - own.least - STATE * plain
+        assert held - full == own.held_bytes(own.points) - own.least - STATE * plain
         assert sum(parked) == sum(point.away for point in own.points.values())
         assert bool(parked) == bool(away)
-        assert 0.9 * own.bytes < own.held(own.points) <= own.bytes
+        assert 0.9 * own.bytes < own.held_bytes(own.points) <= own.bytes
         assert all(torch.equal(*pair) for pair in zip(gradients, right, strict=True))
         rules = [op for op in run.lowered.ops if isinstance(op, Checkpoint)]
         assert any(save.calls for op in rules for save in op.save)
