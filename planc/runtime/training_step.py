@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, distributed, nn
@@ -53,13 +53,12 @@ _COUNT = "num_items_in_batch"
 
 
 class RunParts(Protocol):
-    """The parts of a `planc.runtime.run.Run` that a step uses."""
+    """The parts of a `planc.runtime.run.Run` that a step uses; none is assigned to."""
+
+    lowered: Final[Lowered]  # type: ignore[misc]  # a run assigns its value
 
     @property
     def model(self) -> nn.Module: ...
-
-    @property
-    def lowered(self) -> Lowered: ...
 
     @property
     def first(self) -> PassComparison: ...

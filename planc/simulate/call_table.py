@@ -81,7 +81,7 @@ class CallTable:
     host: float = 0.0
 
     @classmethod
-    def of(cls, data: Any) -> CallTable:
+    def from_data(cls, data: Any) -> CallTable:
         """Reads the data that `planc.tools.measure.calls` writes. Raises on any other data."""
         calls = tuple(CountedCall(*call) for call in data["calls"])
         return cls(calls, data["stop"], data["inputs"], data["saved"])
@@ -91,7 +91,7 @@ class CallTable:
         """Seconds of the forward pass."""
         return sum(call.seconds for call in self.calls)
 
-    def copied(self, call: CountedCall) -> float:
+    def copy_seconds(self, call: CountedCall) -> float:
         """Seconds to copy a result to the host's memory and back: nothing runs meanwhile, as the
         stream that computes makes the copies.
         """
@@ -101,7 +101,7 @@ class CallTable:
         """Whether a result is sooner copied than computed again. Causal attention computes half of
         the square that is counted.
         """
-        return self.copied(call) < call.seconds / (2 if call.op == "attention" else 1)
+        return self.copy_seconds(call) < call.seconds / (2 if call.op == "attention" else 1)
 
     def point(self, kept: Iterable[int], hosted: Iterable[int] = ()) -> Point:
         """The block with the results of these calls kept, some of them in the host's memory."""
@@ -109,7 +109,7 @@ class CallTable:
         size = self.inputs + sum(self.calls[i].size for i in chosen)
         others = {*range(self.stop)} - chosen - away
         seconds = sum(self.calls[i].seconds for i in sorted(others))
-        seconds += sum(self.copied(self.calls[i]) for i in sorted(away))
+        seconds += sum(self.copy_seconds(self.calls[i]) for i in sorted(away))
         there = sum(self.calls[i].size for i in away)
         return Point(size, seconds, tuple(sorted(chosen)), tuple(sorted(away)), there)
 
@@ -151,7 +151,7 @@ class CallTable:
             if not call.fixed and call.seconds > 0 and call.size < self.saved
         ]
         away = {i for i, call in items if self.moves(call)}
-        gains = {i: self.copied(call) if i in away else call.seconds for i, call in items}
+        gains = {i: self.copy_seconds(call) if i in away else call.seconds for i, call in items}
         states: list[tuple[int, float, int]] = [(0, 0.0, 0)]
         for i, call in sorted(items, key=lambda item: item[1].size / gains[item[0]]):
             more = [(b + call.size, s + gains[i], k | 1 << i) for b, s, k in states]

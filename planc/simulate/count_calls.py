@@ -119,7 +119,7 @@ def _lock(key: str) -> Iterator[None]:
 
 
 def _tables(data: Any) -> dict[str, CallTable]:
-    tables = [CallTable.of(table) for table in data["tables"]]
+    tables = [CallTable.from_data(table) for table in data["tables"]]
     return {name: tables[at] for name, at in data["of"].items()}
 
 

@@ -102,11 +102,11 @@ class Builder(Transformer[Token, ast.File]):
             value=self.word(value) if isinstance(value, Token) else value,
         )
 
-    def on(self, meta: Meta, children: list[Any]) -> tuple[ast.Name, ...]:
+    def axis_clause(self, meta: Meta, children: list[Any]) -> tuple[ast.Name, ...]:
         axes: tuple[ast.Name, ...] = children[0]
         return axes
 
-    replicate = on
+    replicate = axis_clause
 
     def axes(self, meta: Meta, children: list[Any]) -> tuple[ast.Name, ...]:
         return tuple(self.word(c) for c in children if c.type == "NAME")

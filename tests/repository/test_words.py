@@ -31,8 +31,8 @@ PARTICIPLES = re.compile(
 )
 NOUNS_AND_VERBS = {"need", "feed", "seed", "embed", "shared"}
 
-PARTICIPLES_AT_MOST = 3
-PREPOSITIONS_AT_MOST = 2
+PARTICIPLES_AT_MOST = 0
+PREPOSITIONS_AT_MOST = 0
 WORDS_AT_MOST = {
     "begin again": 8,
     "divide the experts": 18,

@@ -413,12 +413,12 @@ def merged_windows() -> contextlib.AbstractContextManager[Any]:
 
     split = torch.split
 
-    def merged(tensor: Any, sizes: Any, dim: int = 0) -> Any:
+    def split_in_two(tensor: Any, sizes: Any, dim: int = 0) -> Any:
         if isinstance(sizes, list) and len(sizes) > 2 and dim == 2 and _in_sdpa(sys._getframe(1)):
             sizes = [sizes[0], sum(sizes[1:])]
         return split(tensor, sizes, dim=dim)
 
-    return mock.patch.object(torch, "split", merged)
+    return mock.patch.object(torch, "split", split_in_two)
 
 
 def _in_sdpa(frame: Any) -> bool:
