@@ -1,6 +1,8 @@
-"""`make bench`: one table of medians and ratios, every number measured in this run.
+"""`make bench`: tables of medians and ratios, each part of which is measured in one run.
 
-    python tests/bench/run.py [--repeat 7]
+    python tests/bench/run.py [PARTS] [--repeat 7]
+
+The rows are added to docs/generated/bench.json, from which bench.md is written.
 
 Each ratio is against a reference that is measured beside it, in the same turn: a busy machine
 slows both. Commands are measured by their processor time, and a ratio is the median of those of
@@ -16,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -24,6 +27,10 @@ from rich.table import Table
 from planc.files.resources import PLANS
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "support"))
+
+from bench_page import add_rows  # noqa: E402
+
 REFERENCE = [sys.executable, "-c", "from transformers import AutoModelForCausalLM"]
 
 
@@ -232,10 +239,10 @@ def memory():
 
 
 WAYS = {
-    "slices": "load: each rank reads its slices (planc)",
-    "rank0": "load: rank 0 reads and sends (planc)",
-    "accelerate": "load: accelerate's cpu_ram_efficient_loading",
-    "torch": "load: torch's broadcast_from_rank0",
+    "slices": "load, each rank reads its slices",
+    "rank0": "load, rank 0 reads and sends",
+    "accelerate": "accelerate's cpu_ram_efficient_loading",
+    "torch": "torch's broadcast_from_rank0",
 }
 
 
@@ -278,71 +285,121 @@ def spawned(folder, way, store):
     return json.loads(said[0][0].splitlines()[-1])
 
 
-def loading_table(repeat):
-    """Prints it; gives how many of planc's promises are broken."""
+def loading_rows(repeat):
+    """Loading 239M parameters in fp32 on four ranks: seconds, and the MiB that a rank grows by."""
     found = loaded(repeat)
-    table = Table(title=f"loading 239M parameters in fp32 on 4 ranks, medians of {repeat}")
-    for heading in ("what", "seconds", "peak rank 0", "peak others", "shard", ""):
-        table.add_column(heading, justify="left" if heading == "what" else "right")
-    late = 0
-    best = min(found[way][0] for way in found if way in ("accelerate", "torch"))
-    for way, (seconds, first, others, shard) in found.items():
-        largest = 32_000 * 1024 * 4
-        limit = {"slices": shard * 1.05, "rank0": shard + largest * 1.1}.get(way)
-        late += limit is not None and (max(first, others) > limit or seconds > best)
-        word = "" if limit is None else "ok" if max(first, others) <= limit else "over"
-        sizes = (f"{size / 2**20:,.0f} MiB" for size in (first, others, shard))
-        table.add_row(WAYS[way], f"{seconds:.2f}", *sizes, word)
-    Console(width=110).print(table)
-    return late
+    for way in ("slices", "rank0"):
+        seconds, *peaks, shard = found[way]
+        for other in ("accelerate", "torch"):
+            if other in found:
+                yield f"{WAYS[way]}, against {WAYS[other]}", seconds, found[other][0], 1.0
+                grown = max(peaks) / 2**20, max(found[other][1:3]) / 2**20
+                yield "MiB that a rank grows by at most", *grown, 1.0
+        wanted = {"slices": shard * 1.05, "rank0": shard + 32_000 * 1024 * 4 * 1.1}[way]
+        sizes = max(peaks) / 2**20, wanted / 2**20
+        yield "MiB that a rank grows by, against its shard (and the largest tensor)", *sizes, 1.0
+
+
+def planning_rows(_repeat):
+    """What rank 0 does for a checkpoint of 300 tensors under tp 8, without optimizer state."""
+    found = {}
+    for way in ("planc", "torch"):
+        command = [sys.executable, "-W", "ignore", str(HERE / "planning.py"), way]
+        done = subprocess.run([*command, "256", "300", "0"], capture_output=True, check=True)
+        found[way] = json.loads(done.stdout.splitlines()[-1])
+    seconds = (found[way]["seconds"] for way in ("planc", "torch"))
+    yield "planning on rank 0 of 256, against torch's planner", *seconds, 1.0
+    sent = ((found[way]["received"] + found[way]["sent"]) / 1e3 for way in ("planc", "torch"))
+    yield "kB that rank 0 receives and sends", *sent, 1.0
+
+
+def command_rows(repeat):
+    with tempfile.TemporaryDirectory() as folder:
+        yield from commands(Path(folder), repeat)
+
+
+def shape_rows(_repeat):
+    with tempfile.TemporaryDirectory() as folder:
+        yield from first_checks(Path(folder), SHAPES)
+
+
+def search_rows(_repeat):
+    """`planc suggest` of 1,024 ranks, and of 16,384 beside 16."""
+    with tempfile.TemporaryDirectory() as folder:
+        searched = searches(Path(folder))
+    for name in ("llama-3.1-70b", "deepseek-v3"):
+        first = searched[name, "first"]
+        yield f"suggest, {name}, 1,024 ranks, first time, against 10 s", first, 10, 1.0
+    large, small = searched["16,384 ranks", "again"], searched["16 ranks", "again"]
+    yield "suggest, warm, 16,384 ranks against 16", large, small, 4.0
+
+
+def apply_rows(repeat):
+    found = applied(repeat)
+    what = "apply, 126 layers, 64 ranks, meta, against torch by hand"
+    yield what, found["planc"], found["hand"], 1.05
+
+
+def step_rows(repeat):
+    found, compared = steps("step", 3 * repeat), steps("rows", 3 * repeat)
+    what = "the fastest step, 4 processes, against torch by hand"
+    yield what, found["planc"], found["hand"], 1.02
+    yield "its seconds on a core", found["planc cpu"], found["hand cpu"], 1.02
+    yield "rows compared in a step, against the step", compared["rows"], compared["planc"], 0.005
+
+
+def dispatch_rows(repeat):
+    """planc also sorts, gathers and weighs the rows, and adds them up."""
+    sent = steps("dispatch", 3 * repeat)
+    what = "dispatch and back, against torch's all-to-all alone"
+    yield what, sent["planc"], sent["hand"], 2.2
+
+
+def memory_rows(_repeat):
+    peak = memory()
+    yield "the most a rank allocates in three steps, MiB", peak["planc"], peak["hand"], 1.02
+    what = "MiB of a loss in 8 chunks, against full logits"
+    yield what, peak["chunked"], peak["whole"], 0.25
+
+
+PARTS = {
+    "commands": command_rows,
+    "shapes": shape_rows,
+    "suggest": search_rows,
+    "apply": apply_rows,
+    "step": step_rows,
+    **{axis: partial(axis_rows, axis, what) for axis, what in AXES.items()},
+    **{what: partial(muon_rows, what, mesh) for what, mesh in MUON.items()},
+    "states": state_rows,
+    "dispatch": dispatch_rows,
+    "memory": memory_rows,
+    "loading": loading_rows,
+    "planning": planning_rows,
+}
+"""By the name of a part: the function of its rows."""
 
 
 def main():
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("parts", nargs="*", help=f"by default all: {', '.join(PARTS)}")
     parser.add_argument("--repeat", type=int, default=7)
-    repeat = parser.parse_args().repeat
-    with tempfile.TemporaryDirectory() as folder:
-        numbers = [*commands(Path(folder), repeat), *first_checks(Path(folder), SHAPES)]
-        searched = searches(Path(folder))
-    hand, ours = (applied(repeat)[k] for k in ("hand", "planc"))
-    table = Table(title=f"planc bench, medians of {repeat}")
-    for heading in ("what", "seconds", "reference", "ratio", "limit", ""):
-        table.add_column(heading, justify="left" if heading == "what" else "right")
-    numbers.append(("apply, 126 layers, 64 ranks, meta, against torch by hand", ours, hand, 1.05))
-    for name in ("llama-3.1-70b", "deepseek-v3"):
-        first = searched[name, "first"]
-        numbers.append((f"suggest, {name}, 1,024 ranks, first time, against 10 s", first, 10, 1.0))
-    large, small = searched["16,384 ranks", "again"], searched["16 ranks", "again"]
-    numbers.append(("suggest, warm, 16,384 ranks against 16", large, small, 4.0))
-    stepped, peak = steps("step", 3 * repeat), memory()
-    sent, compared = steps("dispatch", 3 * repeat), steps("rows", 3 * repeat)
-    numbers += [
-        (
-            "the fastest step, 4 processes, against torch by hand",
-            stepped["planc"],
-            stepped["hand"],
-            1.02,
-        ),
-        ("its seconds on a core", stepped["planc cpu"], stepped["hand cpu"], 1.02),
-        *(row for axis, what in AXES.items() for row in axis_rows(axis, what, repeat)),
-        *(row for what, mesh in MUON.items() for row in muon_rows(what, mesh, repeat)),
-        *state_rows(repeat),
-        ("rows compared in a step, against the step", compared["rows"], compared["planc"], 0.005),
-        # planc also sorts, gathers and weighs the rows, and adds them up
-        ("dispatch and back, against torch's all-to-all alone", sent["planc"], sent["hand"], 2.2),
-        ("the most a rank allocates in three steps, MiB", peak["planc"], peak["hand"], 1.02),
-        ("the same, a loss in 8 chunks against whole logits", peak["chunked"], peak["whole"], 0.25),
-    ]
+    asked = parser.parse_args()
+    if unknown := {*asked.parts} - {*PARTS}:
+        parser.error(f"no part {', '.join(sorted(unknown))}")
     late = 0
-    for what, mine, reference, limit in numbers:
-        ratio = mine / reference
-        late += ratio > limit
-        word = "ok" if ratio <= limit else "over"
-        row = (what, f"{mine:.3f}", f"{reference:.3f}", f"{ratio:.3f}", f"{limit:.3g}", word)
-        table.add_row(*row)
-    Console(width=110).print(table)
-    print(f'reference of the first three: python -c "{REFERENCE[2]}"')
-    late += loading_table(max(3, repeat // 2))
+    for name in asked.parts or PARTS:
+        rows = [*PARTS[name](asked.repeat)]
+        add_rows(name, rows)
+        shown = Table(title=f"{name}, medians of {asked.repeat}")
+        for heading in ("what", "planc", "reference", "ratio", "limit", ""):
+            shown.add_column(heading, justify="left" if heading == "what" else "right")
+        for what, mine, reference, limit in rows:
+            ratio = mine / reference
+            late += ratio > limit
+            word = "ok" if ratio <= limit else "over"
+            numbers = f"{mine:.3f}", f"{reference:.3f}", f"{ratio:.3f}", f"{limit:.3g}"
+            shown.add_row(what, *numbers, word)
+        Console(width=110).print(shown)
     return 1 if late else 0
 
 

@@ -82,7 +82,7 @@ def test_numbers_of_pages_are_those_of_generated_pages():
     of, theirs = numbers(coverage, r"Of (\d+) types, (\d+) have a plan of their own")
     line = r"(\d+) of the (\d+) causal-LM families of transformers [\d.]+ that can be built have no"
     assert numbers("docs/coming-from.md", line) == (str(int(of) - int(theirs)), built)
-    assert numbers("docs/generated/measurements.md", r"\| can be built \| (\d+) \|") == (theirs,)
+    assert numbers("docs/generated/drafts.md", r"\| can be built \| (\d+) \|") == (theirs,)
 
 
 def test_the_readme_counts_the_plans_that_are_for_a_family():

@@ -4,8 +4,8 @@ Parts are `counted` and `measure` (one rank of a plan, on fake tensors and on th
 (in 8 bits), `states` (in 8 bits, on the host), `losses` and `attention` (in a ring), which run
 alone, for their times, and, of ranks that share the GPU over NCCL (`shared/`), `verify`
 (proofs), `saving`, `hang` and `preflight`. FOLDER gets what commands printed; a line for each is
-printed. The ranks that share it are faster under `nvidia-cuda-mps-control -d`, by which their
-kernels run side by side.
+printed. Results are added to docs/generated/gpu.json, from which gpu.md is written. The ranks that
+share the GPU are faster under `nvidia-cuda-mps-control -d`: their kernels then run side by side.
 """
 
 import argparse
@@ -18,9 +18,14 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+from gpu_page import add_results, results_of  # noqa: E402
+
 PLANC = (sys.executable, "-W", "ignore", "-m", "planc.cli")
 RUN = (sys.executable, "-W", "ignore")
 RANKS = (*RUN, *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"])
@@ -109,6 +114,7 @@ MEASURED = {
 @dataclass(frozen=True)
 class Part:
     name: str
+    kind: str
     command: tuple[str, ...]
     seconds: float
     shared: bool = False
@@ -126,32 +132,33 @@ def verified(words: str) -> tuple[str, ...]:
 def parts(kind: str, folder: Path) -> Iterable[Part]:
     if kind == "counted":
         for name, words in MEASURED.items():
-            yield Part(f"{name}, counted", (*PLANC, "measure", *words.split()), 120)
+            yield Part(f"{name}, counted", kind, (*PLANC, "measure", *words.split()), 120)
     elif kind == "measure":
         for name, words in MEASURED.items():
             there = (*PLANC, "measure", *words.split(), "--device", "cuda")
-            yield Part(name, (*there, "-o", "rows.csv"), 120)
+            yield Part(name, kind, (*there, "-o", "rows.csv"), 120)
     elif kind in ("products", "states"):
-        yield Part(kind, (*RUN, str(HERE / "training.py"), kind), 200)
+        yield Part(kind, kind, (*RUN, str(HERE / "training.py"), kind), 200)
     elif kind in ("losses", "attention"):
-        yield Part(kind, (*RUN, str(HERE / f"{kind}.py")), 120)
+        yield Part(kind, kind, (*RUN, str(HERE / f"{kind}.py")), 120)
     elif kind == "verify":
         for name, words in VERIFIED.items():
-            yield Part(name, verified(words), 170, shared=True)
+            yield Part(name, kind, verified(words), 170, shared=True)
     elif kind == "hang":
         script = str(ROOT / "tests/tools/order/hanging.py")
         for fault in ("clip", "crossed", "killed"):
             there = folder / f"hang-{fault}"
             there.mkdir(exist_ok=True)
-            yield Part(f"hang, {fault}", (*RUN, script, fault, str(there), "cuda"), 60, shared=True)
+            command = (*RUN, script, fault, str(there), "cuda")
+            yield Part(f"hang, {fault}", kind, command, 60, shared=True)
     elif kind == "preflight":
         job = "-m planc.cli preflight llama-3.1-8b llama --world-size 4 --set tp=2"
-        yield Part("preflight", (*RANKS, *job.split()), 90, shared=True)
+        yield Part(kind, kind, (*RANKS, *job.split()), 90, shared=True)
     elif kind == "saving":
-        yield Part("saving", (*RANKS, str(HERE / "saving.py"), "."), 90, shared=True)
+        yield Part(kind, kind, (*RANKS, str(HERE / "saving.py"), "."), 90, shared=True)
 
 
-def run(part: Part, folder: Path, until: float) -> dict[str, object]:
+def run(part: Part, folder: Path, until: float) -> dict[str, Any]:
     began = time.monotonic()
     left = min(part.seconds, until - began)
     if left < 5:
@@ -170,9 +177,24 @@ def run(part: Part, folder: Path, until: float) -> dict[str, object]:
             code = "out of time"
         finally:
             subprocess.run(["pkill", "-9", "-s", str(process.pid)], check=False)
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    text = log.read_text(errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()]
     said = {"part": part.name, "code": code, "seconds": round(time.monotonic() - began, 1)}
-    return {**said, "last": lines[-1:], "log": log.name}
+    command = " ".join(part.command).replace(" ".join(PLANC), "planc")
+    if code == 0:
+        results = results_of(part.name, part.kind, text, folder, command)
+    else:
+        results = {part.name: {"result": f"failed, exit code {code}"}}
+    return {**said, "last": lines[-1:], "log": log.name, "results": results}
+
+
+def machine() -> str:
+    """The GPU, and the versions of torch and transformers."""
+    text = "import torch, transformers as t; print(torch.cuda.get_device_name(), "
+    text += "f'torch {torch.__version__}', f'transformers {t.__version__}', sep=', ')"
+    return subprocess.run([*RUN, "-c", text], capture_output=True, text=True, check=True).stdout[
+        :-1
+    ]
 
 
 def main() -> None:
@@ -200,6 +222,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in PLANS.items():
         (folder / f"{name}.plan").write_text(text)
+    results: dict[str, object] = {}
     until = time.monotonic() + given.seconds
     every = [
         part
@@ -211,7 +234,9 @@ def main() -> None:
         with ThreadPoolExecutor(count) as pool:
             those = [part for part in every if part.shared == shared]
             for found in pool.map(lambda part: run(part, folder, until), those):
+                results |= found.pop("results", {})
                 print(json.dumps(found), flush=True)
+    add_results(machine(), results)
 
 
 if __name__ == "__main__":

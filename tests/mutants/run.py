@@ -4,7 +4,8 @@ Mutants are made of the shipped plans of SUBJECTS, in the ways in which each is 
 training run of two steps on four gloo processes against one process: logits, loss, norms, every
 gradient and every parameter. Of each family `--most` mutants are drawn, of each kind in turn
 (0: all of them). Nothing is left out because it is awkward: what can't be elaborated can't be run,
-and is counted by itself.
+and is counted by itself. The counts are added to docs/generated/mutants.json, from which mutants.md
+is written.
 """
 
 import argparse
@@ -26,7 +27,7 @@ sys.path.extend(FOLDERS)
 
 from make import in_place, in_turn, of_modules, on_degrees, on_layers
 from subjects import SUBJECTS, texts, ways
-from tables import category, show
+from tables import add_sample, category, show
 from truth import Job, Truth
 
 from planc import compiler
@@ -171,7 +172,9 @@ def main():
             (options.folder / f"{name}.json").write_text(json.dumps(found, indent=1))
             print(f"{name}: {run.counts.total()} of {run.made} texts, {seconds} s", flush=True)
             print(*run.surprises, sep="\n", flush=True)
-    return show([json.loads((options.folder / f"{n}.json").read_text()) for n in options.families])
+    judged = [json.loads((options.folder / f"{n}.json").read_text()) for n in options.families]
+    add_sample(judged, options.most, options.seed)
+    return show(judged)
 
 
 def names(text):

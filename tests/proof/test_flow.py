@@ -1,7 +1,7 @@
 """Layout flow: shipped plans are proved, mutants refuted at their line, the rest is unknown.
 
 The simulation itself is held against real processes in `make mutants`
-(docs/generated/measurements.md).
+(docs/generated/mutants.md).
 """
 
 import ast

@@ -17,6 +17,27 @@ from measured_tables import DATA, hardware, playbook, stack, vtrain
 from planc.tools.estimate.step_time import step_time
 from planc.tools.suggest.measurements import CONSTANTS, Timed, calibrate
 
+HEAD = """# The estimate beside measured and published runs
+
+Written by `make estimate`.
+
+- **Slow runs.** 108 of the 593 runs of nanotron's playbook took 2.5 to 66 times as long as a run of
+  equal tensor and pipeline sizes on half to twice the nodes. In pipelines they lose 0.52, 1.04,
+  1.17 and 1.2 s per microbatch with 2, 4, 8 and 16 stages, whatever the message's size. nanotron
+  sends each tensor after two small messages, and its branch `nouamane/bench2` (commit 67c5ebb)
+  polls for each of the two every 0.1 s. Nothing in a plan predicts this, so the estimate does not
+  model it. It is not known why runs without a pipeline are slow on 64 nodes.
+- **Constants.** Five constants of nanotron's stack were read off the playbook's table:
+  `matmul_pace`, `tensor_overlap`, `launches_a_collective`, `data_overlap` and `stall_us`. Other
+  constants were measured on one H100 or follow from the software's source. No constant was fitted
+  to the H200, and `b200-8x` was not measured.
+- **torchtitan.** Its memory is what the allocator reserved. Its H100s have 96 GB of slower memory
+  and a limit of 500 W, which no profile has.
+- **gloo.** `make peaks` trains combinations of a small model, a plan and a batch on four processes
+  for two steps, and records the peak of torch's CPU allocator.
+"""
+"""The page's text before the tables."""
+
 
 def quantile(values, share):
     ordered = sorted(values)
@@ -57,7 +78,7 @@ def slow(runs):
     """Runs under 0.4 of the throughput of another one with the same tensor and pipeline ranks and
     micro-batch on half to twice the nodes.
 
-    The table has two populations (docs/generated/measurements.md). This is about measurements.
+    The table has two populations, which `HEAD` explains.
     """
     return {
         i
@@ -155,8 +176,7 @@ def main():
     parser.add_argument("--playbook", type=Path, action="append")
     parser.add_argument("--vtrain", type=Path, default=DATA / "vtrain_a100_sample.csv")
     options = parser.parse_args()
-    print("# The estimate beside measured and published runs\n")
-    print("Written by `make estimate`; [measurements](measurements.md#estimates) explains them.")
+    print(HEAD, end="")
     for path in options.playbook or [DATA / "playbook_3.57B.csv"]:
         judge_playbook(path)
     judge_vtrain(options.vtrain)
