@@ -1,8 +1,8 @@
-"""`make matrix`: the tests on each set of versions that planc is tested with, and a page of them.
+"""`make matrix`: runs the tests with each set of versions, and writes a page of the results.
 
-A row's environment is in build/matrix/NAME, made from constraints/NAME.txt; one of core tests with
-the installed torch has what differs, and the rest from the environment of this program. What a run
-counted is kept in docs/generated/rows.json, from which docs/generated/rows.md is written.
+Each set is a row. Its environment is in build/matrix/NAME, and constraints/NAME.txt pins it. A row
+that runs the core tests with the installed torch borrows all other packages of this environment.
+The numbers of passed and failed tests are in docs/generated/rows.json, the source of rows.md.
 
     python tests/compat/matrix.py run torch-2.13-transformers-5.24
     python tests/compat/matrix.py page
