@@ -72,13 +72,13 @@ lint: $(VENV)/.ready  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.ready  ## one table of medians and ratios
+bench: $(VENV)/.ready  ## medians and ratios beside torch and other libraries, and a page of docs
 	$(BIN)/python tests/bench/run.py
 
 estimate: $(VENV)/.ready  ## estimates of memory and time beside measured and published runs
 	$(BIN)/python -W ignore tests/tools/estimate/estimating.py | tee docs/generated/estimate-tables.md
 
-gpu: $(VENV)/.ready  ## what only a GPU shows, on one that the environment's torch can use (half an hour)
+gpu: $(VENV)/.ready  ## what only a GPU shows, on one that the environment's torch can use, and a page of docs (half an hour)
 	$(BIN)/python -W ignore tests/gpu/run.py build/gpu
 
 peaks: $(VENV)/.ready  ## memory of a step on four real gloo processes, for every combination that is not measured yet (half an hour)
@@ -86,7 +86,7 @@ peaks: $(VENV)/.ready  ## memory of a step on four real gloo processes, for ever
 
 MUTANTS  ?= 56
 FAMILIES ?=
-mutants: $(VENV)/.ready  ## what check says of broken plans, beside four real processes (half an hour; MUTANTS=0 for all, FAMILIES=wan,jamba)
+mutants: $(VENV)/.ready  ## what check says of broken plans, beside four real processes, and a page of docs (half an hour; MUTANTS=0 for all, FAMILIES=wan,jamba)
 	$(BIN)/python -W ignore tests/mutants/run.py --most $(MUTANTS) $(if $(FAMILIES),--families $(FAMILIES))
 
 PLACES ?= 40
