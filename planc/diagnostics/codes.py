@@ -156,7 +156,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL424", "error", "runtime", "data ranks pass rows of different padded lengths"),
     ("PL425", "error", "runtime", "modules or parameters changed after the plan was applied"),
     ("PL426", "error", "runtime", "gradients of shards that autograd does not compute"),
-    ("PL427", "error warning", "runtime", "a norm of the gradients of one pipeline stage"),
+    ("PL427", "error warning", "runtime", "a norm of one pipeline stage"),
     ("PL437", "error", "runtime", "full tensors loaded into a model under a plan"),
     ("PL440", "error", "plan", "ignored parameters that train"),
     ("PL441", "error", "plan", "ignored modules with another rule"),

@@ -35,7 +35,12 @@ from planc.runtime.metrics import Meter
 from planc.runtime.preconditions import stop, warning
 from planc.runtime.safeguards.changes import ModelChanges
 from planc.runtime.safeguards.inputs import PassComparison
-from planc.runtime.safeguards.stage_gradients import end_observation, observe_gradients
+from planc.runtime.safeguards.stage_statistics import (
+    GRADIENTS,
+    WEIGHTS,
+    end_observation,
+    observe_statistics,
+)
 from planc.runtime.script_line import script_line
 from planc.runtime.standalone.images import placeholders
 from planc.runtime.standalone.pipeline import Stages, stages_of
@@ -110,7 +115,8 @@ class TrainingStep:
             passes: of every rank; None for as many as there are batches. What a rank lacks, it
                 makes up for with its last batch, with weight 0.
         """
-        end_observation()
+        if (observed := end_observation()) is not None:
+            observed.require(WEIGHTS)
         meter = self.meter if trains else None
         if meter:
             meter.begin()
@@ -138,8 +144,8 @@ class TrainingStep:
             meter.count(batches, len(batches))
             meter.settle()
         total = gradients.mean_over(total, run.data_mesh if parts == 1 else run.loss_mesh)
-        if trains and stages is not None:
-            observe_gradients(run.model, stages)
+        if stages is not None:
+            observe_statistics(run.model, stages, *[GRADIENTS] * trains, WEIGHTS)
         return total
 
     def begin(self, run: RunParts, batches: Sequence[Batch]) -> None:

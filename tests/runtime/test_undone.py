@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 import planc
 from planc.emit.python.script import render
 from planc.ops.document import digest
-from planc.runtime.safeguards import guards, stage_gradients
+from planc.runtime.safeguards import guards, stage_statistics
 from planc.simulate.thread_ranks import run_ranks
 
 FP32 = ["param_dtype=fp32", "reduce_dtype=fp32"]
@@ -594,7 +594,7 @@ def with_optimizer(script):
 def observed(monkeypatch):
     """The codes of warnings about gradients of stages; threads log nothing."""
     codes = []
-    monkeypatch.setattr(stage_gradients, "warning", lambda code, *_, **__: codes.append(code))
+    monkeypatch.setattr(stage_statistics, "warning", lambda code, *_, **__: codes.append(code))
     return codes
 
 
@@ -648,6 +648,178 @@ def clipped(run):
 def test_what_a_script_may_compute_of_gradients_of_a_stage(script, observed):
     assert ran(with_optimizer(script), *FP32, *STAGES)[1] is None
     assert observed == []
+
+
+def weights_of(run):
+    return [p.detach() for p in run.model.parameters() if p.ndim > 1]
+
+
+def scaled_weights(run):
+    """The weights of the model get a norm of 1."""
+    norm = norms(weights_of(run))
+    with torch.no_grad():
+        for weight in weights_of(run):
+            weight.mul_(1 / norm)
+
+
+def scaled_weights_by_foreach(run):
+    total = torch.stack(torch._foreach_norm(weights_of(run))).norm()
+    torch._foreach_div_(weights_of(run), total)
+
+
+@pytest.mark.parametrize("when", ["applied", "before", "after"])
+@pytest.mark.parametrize("scale", [scaled_weights, scaled_weights_by_foreach])
+def test_weights_that_a_norm_of_one_stage_scales_are_refused(scale, when, observed):
+    def script(run):
+        optimizer = torch.optim.SGD(run.model.parameters())
+        for scales in (when == "applied", when == "before", when == "after"):
+            if scales:
+                scale(run)
+            step(run.model, run)
+            optimizer.step()
+
+    error = ran(script, *FP32, *STAGES)[1]
+    assert isinstance(error, planc.PlanError), error
+    assert "PL427" in str(error) and "test_undone.py" in str(error)
+    assert "of the weights of one rank's stages" in str(error)
+
+
+@pytest.mark.parametrize("when", ["applied", "before", "after"])
+@pytest.mark.parametrize("how", NORMS)
+def test_a_norm_of_weights_of_one_stage_is_reported_once(how, when, observed):
+    def script(run):
+        optimizer = torch.optim.SGD(run.model.parameters())
+        for _ in range(2):
+            if when == "applied":
+                NORMS[how](weights_of(run))
+            step(run.model, run)
+            if when == "before":
+                NORMS[how](weights_of(run))
+                run.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if when == "after":
+                NORMS[how](weights_of(run))
+        step(run.model, run)
+
+    assert ran(script, *FP32, *STAGES)[1] is None
+    assert observed == ["PL427"] * 2  # of each rank
+
+
+def weights_over_stages(run):
+    squares = sum(numerics.whole(w).pow(2).sum() for w in weights_of(run))
+    torch.distributed.all_reduce(squares, group=run.meshes["pp"].get_group())
+    for weight in weights_of(run):
+        weight.mul_(squares**-0.5)
+
+
+def norm_of_one_weight(run):
+    return float(run.model.lm_head.weight.norm())
+
+
+@torch.no_grad()
+def decayed(run):
+    for parameter in run.model.parameters():
+        parameter.mul_(0.99).add_(parameter, alpha=-1e-3)
+
+
+@torch.no_grad()
+def normalized_alone(run):
+    for weight in weights_of(run):
+        weight.div_(weight.norm())
+        weight.div_(weight.norm(dim=-1, keepdim=True))
+    torch._foreach_div_(weights_of(run), torch._foreach_norm(weights_of(run)))
+
+
+@torch.no_grad()
+def averaged_weights(run):
+    weights = [*run.model.parameters()]
+    average = [p.detach().clone() for p in weights]
+    torch._foreach_lerp_(average, weights, 0.25)
+    for mean, weight in zip(average, weights, strict=True):
+        weight.copy_(mean.lerp_(weight, 0.5))
+
+
+@torch.no_grad()
+def initialized(run):
+    for weight in weights_of(run):
+        weight.normal_(std=weight.shape[-1] ** -0.5)
+        torch.nn.init.trunc_normal_(weight, std=0.02)
+
+
+def finite(run):
+    assert all(weight.isfinite().all() for weight in weights_of(run))
+    assert not any((weight.abs().max() > 1e4).item() for weight in weights_of(run))
+
+
+def trusted(run):
+    """A step by the ratio of the norms of each weight and its gradient."""
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            if parameter.grad is not None:
+                ratio = parameter.norm() / parameter.grad.norm()
+                parameter.sub_(parameter.grad * ratio, alpha=1e-3)
+
+
+def flattened(run):
+    with torch.no_grad():
+        flat = torch.cat([weight.flatten() for weight in weights_of(run)])
+        for weight, part in zip(
+            weights_of(run), flat.split([w.numel() for w in weights_of(run)]), strict=True
+        ):
+            weight.copy_(part.view_as(weight) * 0.5)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        weights_over_stages,
+        norm_of_one_weight,
+        decayed,
+        normalized_alone,
+        averaged_weights,
+        initialized,
+        finite,
+        trusted,
+        flattened,
+        lambda run: torch.nn.utils.clip_grad_norm_([run.model.lm_head.weight], 1.0),
+    ],
+)
+def test_what_a_script_may_compute_of_weights_of_a_stage(script, observed):
+    def program(run):
+        script(run)
+        with_optimizer(script)(run)
+        script(run)
+        step(run.model, run)
+
+    assert ran(program, *FP32, *STAGES)[1] is None
+    assert observed == []
+
+
+def test_averages_of_weights_of_a_stage_are_saved_as_plain_tensors(tmp_path):
+    """What observes them leaves no attribute on them, which `torch.load` would refuse."""
+
+    def script(run):
+        step(run.model, run)
+        path = tmp_path / f"{torch.distributed.get_rank()}.pt"
+        torch.save([numerics.whole(2 * p.detach()) for p in run.model.parameters()], path)
+        torch.save([numerics.whole(2 * g) for g in gradients_of(run)], path.with_suffix(".grad"))
+        return len(torch.load(path)) and len(torch.load(path.with_suffix(".grad")))
+
+    found, error = ran(script, *FP32, *STAGES)
+    assert error is None and all(found)
+
+
+def test_compiled_functions_of_a_script_are_compiled_beside_the_observation():
+    function = torch.compile(lambda x: x.sin() + 1, fullgraph=True, backend="eager")
+
+    def script(run):
+        step(run.model, run)
+        assert torch._C._len_torch_function_stack() == 1
+        return float(function(torch.zeros(3)).sum())
+
+    found, error = ran(script, *FP32, *STAGES)
+    assert error is None and found == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("settings", [[], ["tp=2"]], ids=str)

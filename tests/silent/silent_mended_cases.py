@@ -147,6 +147,14 @@ MENDED_CASES = (
             "the script sums the norms of the gradients of a pipeline stage",
             PIPELINE,
         ),
+        (
+            "weights scaled by one stage",
+            "WeightsOfStage",
+            ("NVIDIA-NeMo/Megatron-Bridge#4998",),
+            "the script scales weights to a norm that it computes of the weights of a pipeline "
+            "stage",
+            {**PIPELINE, "twin": "WeightsOfModel"},
+        ),
     ),
     *mended(
         VOCABULARY,

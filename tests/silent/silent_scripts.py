@@ -353,6 +353,29 @@ class NormOfLoop(Script):
         return norm
 
 
+class WeightsOfStage(Script):
+    """Scales the weights to a norm, which it computes itself."""
+
+    def squares(self, model, run):
+        return sum(complete(p.norm()) ** 2 for p in model.parameters())
+
+    @torch.no_grad()
+    def change(self, model, run=None):
+        norm = self.squares(model, run) ** 0.5
+        for parameter in model.parameters():
+            parameter.mul_(10 / norm)
+
+
+class WeightsOfModel(WeightsOfStage):
+    """Scales by the norm of the weights of all stages."""
+
+    def squares(self, model, run):
+        squares = super().squares(model, run)
+        if run is not None:
+            distributed.all_reduce(squares, group=run.meshes["pp"].get_group())
+        return squares
+
+
 # Changes after the plan is applied ---------------------------------------------------------------
 
 

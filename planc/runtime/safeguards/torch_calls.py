@@ -7,7 +7,7 @@ itself looks it up, so that names which a script imported earlier are covered to
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from planc.runtime.preconditions import stop
 from planc.runtime.safeguards.loss_graph import observe_backward
-from planc.runtime.safeguards.stage_gradients import end_observation
+from planc.runtime.safeguards.stage_statistics import (
+    GRADIENTS,
+    WEIGHTS,
+    StageStatistics,
+    end_observation,
+    observe_statistics,
+)
 from planc.runtime.script_line import script_line
 from planc.runtime.script_optimizers import require_uncoupled
 from planc.runtime.standalone.pipeline import stages_of
@@ -33,6 +42,8 @@ def cover(model: nn.Module) -> None:
     end_observation()  # of a model before it
     _MODELS.add(model)
     _replace_functions()
+    if (stages := stages_of(model)) is not None:
+        observe_statistics(model, stages, WEIGHTS)
 
 
 @functools.cache
@@ -46,6 +57,7 @@ def _replace_functions() -> None:
     nn.utils.clip_grads_with_norm_ = clip_grad._clip_grads_with_norm_
     DTensor.data = property(_get_data, _set_data)
     register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
 def _refusing(function: Callable[..., Any], require: Callable[..., None]) -> Callable[..., Any]:
@@ -96,18 +108,21 @@ def _require_no_shards(
 # optimizers --------------------------------------------------------------------------------------
 
 _STEPPED: WeakSet[Optimizer] = WeakSet()
+_OBSERVED: WeakKeyDictionary[Optimizer, StageStatistics] = WeakKeyDictionary()
+"""The observations that ended before a step which runs."""
 
 
 def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Refuses numbers of one stage's gradients, and an optimizer that `run.optimizer` has not seen
-    and that couples parameters of different stages.
+    """Refuses numbers of one stage's gradients or weights, and an optimizer that `run.optimizer`
+    has not seen and that couples parameters of different stages.
 
     Raises:
         PlanError: PL423, PL427.
     """
     observed = end_observation()
     if observed is not None:
-        observed.require()
+        observed.require(GRADIENTS, WEIGHTS)
+        _OBSERVED[optimizer] = observed
     if optimizer in _STEPPED:
         return
     _STEPPED.add(optimizer)
@@ -115,6 +130,13 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     owned = {id(p) for model in staged for p in model.parameters()}
     if any(id(p) in owned for group in optimizer.param_groups for p in group["params"]):
         require_uncoupled(optimizer)
+
+
+def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Observes weights again."""
+    observed = _OBSERVED.pop(optimizer, None)
+    if observed is not None:
+        observe_statistics(observed.model, observed.stages, WEIGHTS)
 
 
 # torch computes with lists of tensors on one mesh -------------------------------------------------
@@ -159,7 +181,8 @@ def _require_all_stages(tensors: Iterable[Tensor]) -> None:
     """
     given = set(map(id, tensors))
     staged = (model for model in [*_MODELS] if stages_of(model) is not None)
-    if any(id(p.grad) in given or id(p) in given for model in staged for p in model.parameters()):
+    parameters = (p for model in staged for p in model.parameters())
+    if sum(id(p.grad) in given or id(p) in given for p in parameters) > 1:  # one alone is right
         raise stop(
             "PL427",
             "each rank of a pipeline has the gradients of its stages, so this is not the norm of "
