@@ -290,6 +290,6 @@ def test_without_its_folder_make_quick_passes(name, tmp_path):
     schema = run_program(tmp_path, "-m", "planc.ops.schema", folder=tmp_path)
     (tmp_path / "grammars" / "lowered.schema.json").write_text(schema)
     run_program(tmp_path, "-W", "ignore", "tests/quick.py", folder=tmp_path)
-    words = ("-m", "pytest", "--quick", "-q", "-k", "not test_ceilings_fall")
+    words = ("-m", "pytest", "--quick", "-k", "not test_ceilings_fall")
     text = run_program(tmp_path, *words, folder=tmp_path)
     assert re.search(r"\d{3,} passed", text), text
