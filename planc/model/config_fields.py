@@ -147,6 +147,7 @@ LIMITS = {
     "index_topk": 8,
     "index_n_heads": 16,  # with few, scores that are all cut off at 0 are alike
     "floor_scale": 4,  # llama4
+    "hc_sinkhorn_iters": 2,  # deepseek_v4, glm5_next: turns of a loop, which all ranks make
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
     "linear_num_heads": 4,  # bailing_hybrid, glm5_next, kimi_linear

@@ -13,7 +13,7 @@ from planc.simulate.certificate import source_digest
 from planc.simulate.outcome import Outcome, outcome_of
 from planc.simulate.trial_part import trial_part
 
-_FORMAT = 11
+_FORMAT = 12
 
 
 def judge(
@@ -41,7 +41,9 @@ def judge(
         return Outcome(verdict="unknown", reason=f"the proxy model cannot be built: {error}")
     outcome = simulate(builder, lowered, quick=quick, draws=draws, section=section)
     choice = builder.choice
-    outcome = replace(outcome, missing_inputs=choice.missing, lacks=choice.lacks)
+    outcome = replace(
+        outcome, input_kinds=choice.kinds, missing_inputs=choice.missing, lacks=choice.lacks
+    )
     if outcome.verdict != "unknown" and not user_code:  # unknown may change with the environment
         from planc.model.own_code import own_code
 

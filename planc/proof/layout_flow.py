@@ -210,7 +210,9 @@ def flow(
     if verdict.verdict not in ("proved", "nothing") or compiled.lowered is None:
         return verdict
     verdict = verdict.with_runs(_separate_verdicts(compiled, sink, strict))
-    return verdict.with_runs(_real_size(without, sink)) if verdict.verdict == "proved" else verdict
+    if verdict.verdict != "proved":
+        return verdict
+    return verdict.with_runs(_real_size(without, verdict.outcome.input_kinds, sink))
 
 
 @random_numbers_kept()
@@ -329,9 +331,15 @@ def _separate_verdicts(compiled: Compiled, sink: Sink, strict: bool) -> Iterator
         )
 
 
-def _real_size(compiled: Compiled, sink: Sink) -> Iterator[SectionVerdict]:
-    """The verdict on the real sizes, unless it is that they are right, as all others presume."""
-    outcome = report_real_size(compiled, sink)
+def _real_size(
+    compiled: Compiled, input_kinds: tuple[str, ...], sink: Sink
+) -> Iterator[SectionVerdict]:
+    """The verdict on the real sizes, unless it is that they are right, as all others presume.
+
+    Args:
+        input_kinds: the kinds of inputs besides text that the proxy model got.
+    """
+    outcome = report_real_size(compiled, sink, input_kinds)
     if outcome.verdict in ("refuted", "unknown"):
         verdict = "left out" if outcome.verdict == "unknown" else "refuted"
         name, by = "real sizes", "simulation"

@@ -1,8 +1,11 @@
 """The check of a plan at the real sizes of its model: shapes that no proxy model has.
 
 One layer of each kind runs forward and backward at its real size on the first rank of the real
-mesh, without stages, on tensors without values. A rank that raises there does so in the real run.
+mesh, without stages and data ranks, on tensors without values. A rank that raises there does so in
+the real run.
 """
+
+from collections.abc import Sequence
 
 from planc.compiler import Compiled
 from planc.diagnostics.diagnostic import Sink
@@ -10,6 +13,7 @@ from planc.ir.nodes import Plan
 from planc.ir.stand_in import Unrepresented, variants
 from planc.model import cache
 from planc.model.facts import Facts, generic
+from planc.ops.activation_checkpoint import Checkpoint
 from planc.ops.base import AxisRole
 from planc.ops.document import digest
 from planc.proof.responsible_rules import rule_labels
@@ -20,17 +24,18 @@ from planc.simulate.certificate import source_digest
 from planc.simulate.outcome import Discrepancy, Outcome, outcome_of
 from planc.simulate.trial_part import trial_part
 
-_FORMAT = 1
+_FORMAT = 2
 _DIVIDES = (AxisRole.TENSOR, AxisRole.SEQUENCE, AxisRole.EXPERT)
 _NOTHING = Outcome(verdict="nothing")
 
 
-def report_real_size(compiled: Compiled, sink: Sink) -> Outcome:
+def report_real_size(compiled: Compiled, sink: Sink, input_kinds: Sequence[str] = ()) -> Outcome:
     """The outcome at the real sizes, cached or run; reports PL534 if it is `refuted`.
 
     Args:
         compiled: a plan that is proved with a proxy model. `nothing` if no axis divides work inside
             layers.
+        input_kinds: the kinds of inputs besides text that the proxy model got; empty if unknown.
     """
     assert compiled.facts is not None and compiled.lowered is not None
     if not compiled.lowered.split_axes(*_DIVIDES):
@@ -38,7 +43,7 @@ def report_real_size(compiled: Compiled, sink: Sink) -> Outcome:
     case = _real_case(compiled)
     if isinstance(case, Unrepresented):
         return Outcome(verdict="unknown", reason=case.reason)
-    outcome = _outcome(case)
+    outcome = _outcome(case, input_kinds)
     if outcome.verdict == "refuted":
         if _small_outcome(compiled).verdict != "proved":
             return Outcome(verdict="unknown", reason="the rank reads values of tensors")
@@ -48,11 +53,17 @@ def report_real_size(compiled: Compiled, sink: Sink) -> Outcome:
 
 
 def _real_case(compiled: Compiled) -> SmallCase | Unrepresented:
-    """The plan for one layer of each kind, on the real mesh without stages."""
+    """The plan for one layer of each kind on the real mesh, without stages.
+
+    Data ranks are left out where they divide no experts: the outcome does not depend on their
+    number.
+    """
     facts, plan = compiled.facts, compiled.plan
     assert facts is not None and plan is not None
-    sizes = {a.name: 1 if a.role is AxisRole.STAGE else a.size for a in plan.mesh.axes}
-    if experts := plan.mesh.experts:
+    experts = plan.mesh.experts
+    left_out = {AxisRole.STAGE} if experts else {AxisRole.STAGE, AxisRole.DATA}
+    sizes = {a.name: 1 if a.role in left_out else a.size for a in plan.mesh.axes}
+    if experts:
         sizes[experts.ranks.name] = experts.ranks.size
     model = _real_model(facts, with_stages(plan, sizes))
     return case_of(compiled, model, sizes)
@@ -82,11 +93,11 @@ def _small_outcome(compiled: Compiled) -> Outcome:
     return _outcome(case) if isinstance(case, SmallCase) else _NOTHING
 
 
-def _outcome(case: SmallCase) -> Outcome:
+def _outcome(case: SmallCase, input_kinds: Sequence[str] = ()) -> Outcome:
     """The outcome of a case on tensors without values, cached or run."""
     lowered, model = case.compiled.lowered, case.model
     assert lowered is not None
-    part = trial_part(lowered, tensor=True)
+    part = trial_part(lowered, tensor=True).without(Checkpoint)  # it repeats the same shapes
     kind = f"real size {_FORMAT}"
     key = cache.entry_name(kind, digest(part), config=model.values, sources=source_digest())
     kept = None if model.of_the_user or part.code else outcome_of(cache.recall(key))
@@ -98,7 +109,7 @@ def _outcome(case: SmallCase) -> Outcome:
 
     builder = model.builder()
     assert isinstance(builder, Builder)
-    outcome = run_at_real_size(builder, part)
+    outcome = run_at_real_size(builder, part, input_kinds)
     if not (model.of_the_user or part.code):
         cache.keep(key, outcome.document())
     return outcome

@@ -8,7 +8,7 @@ a gradient is chosen. The number of placeholder tokens is read off the tower's o
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,6 +67,11 @@ class InputChoice:
     chosen: tuple[ChosenInput, ...] = ()
     lacks: tuple[str, ...] = ()
     missing: str = ""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The names of the kinds."""
+        return tuple(candidate.kind.name for candidate in self.chosen)
 
     @property
     def tokens(self) -> int:
@@ -130,6 +135,50 @@ def choose(model: nn.Module, config: Any, text: Callable[[InputChoice], Inputs])
                 lacks.append(what)
                 missing.append(f"no input was found for its {what}: tried {', '.join(tried)}")
     return InputChoice(chosen=choice.chosen, lacks=tuple(lacks), missing="; ".join(missing))
+
+
+def choose_known(
+    model: nn.Module, config: Any, text: Callable[[InputChoice], Inputs], names: Sequence[str]
+) -> InputChoice | None:
+    """The inputs of the kinds that another model of the same class takes, or None.
+
+    Args:
+        model: the model, which may need another number of placeholder tokens than the other one.
+        config: its configuration.
+        text: makes the inputs of the model from a choice.
+        names: the names of the kinds.
+
+    Returns:
+        The choice; None if the model raises with these inputs.
+    """
+    choice = InputChoice()
+    for kind in (kind for name in names for kind in INPUT_KINDS if kind.name == name):
+        candidate = _with_tokens(model, config, kind)
+        choice, before = InputChoice(chosen=(*choice.chosen, candidate)), choice
+        why = _refusal(model, text(choice))
+        if why and candidate.token is not None and (tokens := _tokens_asked_for(why, model)):
+            candidate = replace(candidate, tokens=tokens)
+            choice = InputChoice(chosen=(*before.chosen, candidate))
+            why = _refusal(model, text(choice))
+        if why:
+            return None
+    return choice
+
+
+def _refusal(model: nn.Module, inputs: Inputs) -> str:
+    """The reason why a model does not run with these inputs; empty if it does.
+
+    Raises:
+        Exception: an error of the machine.
+    """
+    try:
+        with torch.no_grad():
+            model(**inputs)
+    except Exception as error:
+        if of_the_machine(error):
+            raise
+        return first_line(error)[:120]
+    return ""
 
 
 def _count_gradients(

@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,12 +27,14 @@ from planc.proxy.input_search import (
     add_tower_inputs,
     add_uneven_images,
     choose,
+    choose_known,
     codebook_inputs,
     forward_arguments,
     longest,
     takes_more_than_text,
     tower_inputs,
 )
+from planc.proxy.module_copies import copy_module
 from planc.proxy.output_loss import loss_and_output, with_output_loss
 
 _SPREAD = 0.05
@@ -77,8 +79,9 @@ class TransformersBuilder:
         if prepared is None:
             raise PlanError(sink)
         self._cls, self._part = prepared
-        self._attention = attention or "eager"
+        self._folder, self._attention = folder, attention or "eager"
         self._choice: InputChoice | None = None
+        self._built: tuple[int, nn.Module, Any] | None = None
         self._codebooks: int | None = None
 
     @property
@@ -90,15 +93,24 @@ class TransformersBuilder:
 
     def build(self, seed: int) -> nn.Module:
         """The model on the CPU in float32, training, with eager attention or the script's own, by
-        the seed alone.
+        the seed alone: a copy of the last one where that had the same, unless a folder's code may
+        hold what cannot be copied.
         """
-        seed_cpu(seed)
-        with quiet(), isolate():
-            # a copy: a plan changes the configuration of its model
-            config = copy.deepcopy(self._part)
-            made = self._cls._from_config(config, attn_implementation=self._attention)
-        spread_weights(made, seed + 1)
-        return self._with_loss(made.float().train())
+        if self._built is None or self._built[0] != seed:
+            seed_cpu(seed)
+            with quiet(), isolate():
+                # a copy: a plan changes the configuration of its model
+                config = copy.deepcopy(self._part)
+                made = self._cls._from_config(config, attn_implementation=self._attention)
+            spread_weights(made, seed + 1)
+            state = torch.random.default_generator.get_state()
+            self._built = seed, made.float().train(), state
+        _, made, state = self._built
+        if self._folder:
+            self._built = None
+            return self._with_loss(made)
+        torch.random.default_generator.set_state(state)
+        return self._with_loss(copy_module(made, {}))
 
     def build_on_meta(self) -> nn.Module:
         """The model without memory, in bfloat16: torch has no grouped products of other fakes."""
@@ -136,16 +148,22 @@ class TransformersBuilder:
                 self._choice = choose(model, self._part, lambda c: self._inputs(c, BatchShape()))
         return self._choice
 
-    def choose_on_fakes(self, build: Callable[[], nn.Module]) -> None:
+    def choose_on_fakes(
+        self, build: Callable[[], nn.Module], input_kinds: Sequence[str] = ()
+    ) -> None:
         """Finds the inputs besides text, inside a `FakeTensorMode`.
 
         Args:
             build: builds the model on fake tensors; called only if the model takes such inputs.
+            input_kinds: the kinds of inputs besides text that a proxy model of the class takes;
+                empty if unknown.
         """
         if self._choice is None:
             self._choice = InputChoice()
             if takes_more_than_text(self._cls):
-                self._choice = choose(build(), self._part, self._fake_inputs)
+                given = (build(), self._part, self._fake_inputs)
+                known = choose_known(*given, input_kinds) if input_kinds else None
+                self._choice = known or choose(*given)
 
     def _fake_inputs(self, choice: InputChoice) -> dict[str, Any]:
         with unset_fake_temporarily():

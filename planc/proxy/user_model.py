@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from collections.abc import Callable
-from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -15,11 +13,11 @@ from torch.nn import functional
 
 from planc.model.config import is_diffusers
 from planc.model.module_table import already_parallel
-from planc.model.shipped import content
 from planc.model.sources.huggingface import user_factory
 from planc.proxy.diffusers_model import DiffusersBuilder
 from planc.proxy.given_inputs import given_inputs, seen_inputs
 from planc.proxy.input_search import BatchShape, InputChoice
+from planc.proxy.module_copies import copy_module
 from planc.proxy.output_loss import causal_output
 from planc.proxy.shrink import UNSHRUNK
 from planc.proxy.transformers_model import TransformersBuilder, seed_cpu, spread_weights
@@ -60,52 +58,12 @@ def copies_of(module: nn.Module) -> Callable[[], nn.Module]:
     return make
 
 
-def copy_module(module: nn.Module, known: dict[int, Any]) -> nn.Module:
-    """A copy of a module: its own functions, such as a replaced forward, call modules of the copy.
-
-    Args:
-        known: what takes the place of objects, by their ids, as of `copy.deepcopy`.
-    """
-    made = copy.deepcopy(module, known)
-    for inner in module.modules():
-        there = known[id(inner)].__dict__
-        for name, value in inner.__dict__.items():
-            if isinstance(value, FunctionType | MethodType):
-                there[name] = _rebound(value, known)
-            elif name.endswith("_hooks") and value:
-                there[name].update({key: _rebound(hook, known) for key, hook in value.items()})
-    return made
-
-
 def without_devices(module: nn.Module) -> nn.Module:
     """A copy that a process without devices can read: parameters on meta, buffers on the CPU."""
     known: dict[int, Any] = {id(b): b.detach().cpu() for b in module.buffers()}
     for p in module.parameters():
         known[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
     return copy_module(module, known)
-
-
-def _rebound(value: Any, known: dict[int, Any]) -> Any:
-    """A function with the copies of the modules that it holds, in its closure or its defaults."""
-    match value:
-        case FunctionType():
-            cells = (CellType(_rebound(content(cell), known)) for cell in value.__closure__ or ())
-            given = _rebound(value.__defaults__, known)
-            made = FunctionType(
-                value.__code__, value.__globals__, value.__name__, given, tuple(cells)
-            )
-            made.__kwdefaults__ = _rebound(value.__kwdefaults__, known)
-            made.__dict__.update(value.__dict__)
-            return made
-        case MethodType():
-            return MethodType(_rebound(value.__func__, known), _rebound(value.__self__, known))
-        case tuple() if type(value) is tuple:
-            return tuple(_rebound(one, known) for one in value)
-        case dict() if type(value) is dict:
-            return {name: _rebound(one, known) for name, one in value.items()}
-        case nn.Module() | nn.Parameter():
-            return known.get(id(value), value)
-    return value
 
 
 def _draw(model: nn.Module) -> None:

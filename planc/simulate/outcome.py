@@ -59,6 +59,7 @@ class Outcome:
         modules: the largest error of each module's output and own gradients, by name; None if the
             run did not reach it.
         recomputed: a module that the model's own code runs again in the backward pass, if any.
+        input_kinds: the kinds of inputs besides text that the model got, such as `images`.
         missing_inputs: why a tower of the model got no input, empty if all did.
         lacks: the inputs that it got none of, such as `images`.
         passes: what its batches were built to show, such as `padding`.
@@ -74,6 +75,7 @@ class Outcome:
     parameters: float = 0.0
     modules: tuple[tuple[str, float | None], ...] = ()
     recomputed: str = ""
+    input_kinds: tuple[str, ...] = ()
     missing_inputs: str = ""
     lacks: tuple[str, ...] = ()
     passes: tuple[str, ...] = ()
@@ -105,7 +107,9 @@ def outcome_of(kept: Any) -> Outcome | None:
             Discrepancy(**{**d, "layouts": tuple(d["layouts"])}) for d in kept["discrepancies"]
         )
         modules = tuple((str(n), None if e is None else float(e)) for n, e in kept["modules"])
-        named = {field: tuple(map(str, kept[field])) for field in ("lacks", "passes")}
+        named = {
+            field: tuple(map(str, kept[field])) for field in ("input_kinds", "lacks", "passes")
+        }
         outcome = Outcome(**{**kept, "discrepancies": found, "modules": modules, **named})
     except (KeyError, TypeError, ValueError, OverflowError):
         return None

@@ -6,6 +6,7 @@ collectives return at once. Imports torch.
 """
 
 import math
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -39,16 +40,23 @@ Builder = TransformersBuilder | DiffusersBuilder | UserModelBuilder
 
 @quiet()
 @without_logs()
-def run_at_real_size(builder: Builder, lowered: Lowered) -> Outcome:
+def run_at_real_size(
+    builder: Builder, lowered: Lowered, input_kinds: Sequence[str] = ()
+) -> Outcome:
     """The outcome of one forward and backward pass: `refuted`, with a `crash`, if the rank raises
     and a single process does not; `unknown` if neither runs on fake tensors.
+
+    Args:
+        builder: builds the model.
+        lowered: the plan.
+        input_kinds: the kinds of inputs besides text that the proxy model got; empty if unknown.
     """
     if reason := busy():
         return Outcome(verdict="unknown", reason=reason)
     crash: Discrepancy | None = None
     for length in LENGTHS:
         try:
-            inputs = _inputs(builder, lowered, length)
+            inputs = _inputs(builder, lowered, length, input_kinds)
             found, late = _run(builder, lowered, inputs)
             if late:
                 return Outcome(verdict="unknown", reason=late)
@@ -65,7 +73,7 @@ def run_at_real_size(builder: Builder, lowered: Lowered) -> Outcome:
     return Outcome(verdict="refuted", discrepancies=(crash,))
 
 
-def _inputs(builder: Builder, lowered: Lowered, length: int) -> Inputs:
+def _inputs(builder: Builder, lowered: Lowered, length: int, input_kinds: Sequence[str]) -> Inputs:
     """Inputs of a rank.
 
     Raises:
@@ -78,7 +86,7 @@ def _inputs(builder: Builder, lowered: Lowered, length: int) -> Inputs:
     shape = BatchShape(rows=ROWS, length=math.lcm(length * split, *multiples))
     if isinstance(builder, TransformersBuilder):
         with one_sequence_a_row(), uncounted_images(), _fake_tensors():
-            builder.choose_on_fakes(lambda: _single(builder))
+            builder.choose_on_fakes(lambda: _single(builder), input_kinds)
     return builder.sample(shape)
 
 
@@ -102,7 +110,7 @@ def _run_single(builder: Builder, inputs: Inputs) -> None:
 
 def _run(builder: Builder, lowered: Lowered, inputs: Inputs) -> tuple[Discrepancy | None, str]:
     """The crash of the first rank, None if it runs; and why it was given up, if it was."""
-    trace, name = Trace(), digest(lowered)
+    trace, name = Trace(tensors=False), digest(lowered)
 
     def rank(_: int) -> None:
         model = builder.build_on_meta()

@@ -55,9 +55,10 @@ class ModuleCall:
 @dataclass(slots=True)
 class Trace:
     """The calls of one run in order, the names in the order of ending, those that run (outermost
-    first), and whether the run is watched now.
+    first), and whether the run is watched now; without `tensors` neither inputs nor outputs.
     """
 
+    tensors: bool = True
     calls: dict[str, ModuleCall] = field(default_factory=dict)
     finished: list[str] = field(default_factory=list)
     running: list[str] = field(default_factory=list)
@@ -80,9 +81,10 @@ class Trace:
         self.running.append(name)
         if name in self.calls:
             return
-        given = [*((str(i), v) for i, v in enumerate(args)), *kwargs.items()]
-        call = ModuleCall(line=caller())
-        call.inputs = {k: Seen.from_tensor(v) for k, v in given if isinstance(v, torch.Tensor)}
+        call = ModuleCall(line=caller() if self.tensors else "")
+        if self.tensors:
+            given = [*((str(i), v) for i, v in enumerate(args)), *kwargs.items()]
+            call.inputs = {k: Seen.from_tensor(v) for k, v in given if isinstance(v, torch.Tensor)}
         self.calls[name] = call
 
     def _after(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
@@ -90,7 +92,7 @@ class Trace:
             pass
         call = self.calls[name]
         if call.output is None:
-            value = main_tensor(output)
+            value = main_tensor(output) if self.tensors else None
             call.output = None if value is None else Seen.from_tensor(value)
             self.finished.append(name)
 

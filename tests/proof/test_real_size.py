@@ -11,7 +11,9 @@ import planc
 from planc import checks
 from planc.checks.splits import attention_heads
 from planc.files.resources import PLANS
+from planc.ops.activation_checkpoint import Checkpoint
 from planc.proof import real_size
+from planc.proxy import transformers_model
 from planc.simulate import real_size as run
 
 
@@ -166,6 +168,28 @@ def test_a_model_of_diffusers_runs_at_its_real_size(plan, verdict, tmp_path, mon
     assert [crash.subject for crash in outcome.discrepancies] == (
         [] if verdict == "proved" else ["blocks.0.attn1.norm_q"]
     )
+
+
+def test_shapes_run_once_and_towers_are_not_searched_again(monkeypatch, tmp_path):
+    """Recomputation repeats the shapes of a forward pass; the proxy model's inputs are known."""
+    ran = []
+
+    def choose(*_):
+        raise AssertionError("all kinds of inputs are tried again")
+
+    def forward(*given):
+        ran.append((given[1], plain(*given)))
+        return ran[-1][1]
+
+    plain = run._run
+    monkeypatch.setattr(run, "_run", forward)
+    monkeypatch.setattr(transformers_model, "choose", choose)
+    case = real_size._real_case(compiled_of("llava-1.5-7b", "llava", ["tp=2"], 8))
+    assert case.compiled.lowered.has(Checkpoint)
+    monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
+    assert real_size._outcome(case, ("images",)).verdict == "proved"
+    [(lowered, (crash, late))] = ran
+    assert (crash, late) == (None, "") and not lowered.has(Checkpoint)
 
 
 def test_what_reads_values_is_not_checked(tmp_path):
