@@ -10,7 +10,8 @@ HEAD = """# Benchmarks
 Written by `make bench`, or for some parts by `python tests/bench/run.py PARTS`. Each row compares
 planc with a reference that was measured in the same turns. Read the ratios: the numbers are those
 of a machine that also does other work, with CPUs and gloo. A ratio above its limit fails the
-target. Units are seconds unless the row says another.
+target. Units are seconds unless the row says another. A row without a reference in its text is
+compared with the import of the model's library: `from transformers import AutoModelForCausalLM`.
 """
 
 

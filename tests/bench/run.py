@@ -357,7 +357,12 @@ def dispatch_rows(repeat):
 
 def memory_rows(_repeat):
     peak = memory()
-    yield "the most a rank allocates in three steps, MiB", peak["planc"], peak["hand"], 1.02
+    yield (
+        "MiB that a rank allocates in three steps, against torch by hand",
+        peak["planc"],
+        peak["hand"],
+        1.02,
+    )
     what = "MiB of a loss in 8 chunks, against full logits"
     yield what, peak["chunked"], peak["whole"], 0.25
 
