@@ -456,9 +456,10 @@ def unit_of(size: float) -> tuple[str, float]:
 
 def _time(found: Answer) -> Iterator[str]:
     time = found.estimate.time
+    half = f" ({time.causal_mfu:.1%} with the causal half of attention)"
     yield (
         f"time of a step: {time.seconds:.3f} s; {time.tokens_per_second:,.0f} tokens/s a rank, "
-        f"MFU {time.mfu:.1%} ({time.causal_mfu:.1%} with the causal half of attention)"
+        f"MFU {time.mfu:.1%}{half * (time.causal_mfu < time.mfu)}"
     )
     said = lines(found.plan)
     for name, seconds in time.spent._asdict().items():

@@ -75,7 +75,8 @@ class Attended:
     its FLOPs.
 
     Args:
-        causal: whether it computes the causal half alone; not with a mask, or for all positions.
+        causal: whether the causal half would do: with a flag, or with a mask.
+        masked: whether it computes all keys: with a mask, or without a flag.
     """
 
     module: str
@@ -86,6 +87,7 @@ class Attended:
     head_dim: int
     linear: bool = False
     causal: bool = True
+    masked: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -268,17 +268,13 @@ class _Recorder:
             note(Product(module=module, m=m, n=n, k=k, count=count, divided=True))
         elif "scaled_dot_product" in name:
             (b, h, q, d), keys = args[0].shape, args[1].shape[2]
-            causal = _argument("is_causal", func, args, kwargs)
+            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+            causal = bool(given.get("is_causal"))
+            masked = any(given.get(name) is not None for name in ("attn_mask", "attn_bias"))
             one = Attended(module=module, batch=b, heads=h, queries=q, keys=keys, head_dim=d)
-            note(replace(one, causal=bool(causal)))
+            note(replace(one, causal=causal or masked, masked=not causal))
         elif size := _bytes(args, out):
             note(Moved(module=module, size=size))
-
-
-def _argument(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """An argument of an operator's call; None without it."""
-    names = [argument.name for argument in func._schema.arguments]
-    return {**dict(zip(names, args, strict=False)), **kwargs}.get(name)
 
 
 def _bytes(args: Any, out: Any) -> int:

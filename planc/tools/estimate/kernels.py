@@ -28,23 +28,25 @@ def matmul(product: Matmul, hardware: Hardware) -> float:
 
     The roofline of compute and memory, where compute is quantized: tiles go to multiprocessors in
     waves, and products of few tiles are split along k. The library takes the best tile. Each kernel
-    adds a constant for filling and draining its pipeline.
+    adds a constant for filling and draining its pipeline. Grouped products are one kernel.
     """
-    compute = _quantized_flops(product.m, product.n, product.k, hardware.processors)
+    alike, kernels = (product.count, 1) if product.grouped else (1, product.count)
+    shape = product.m, product.n, product.k
+    compute = _quantized_flops(*shape, hardware.processors, alike) / alike
     rate = hardware.rate(product.format.recipe) if product.format else 0
     compute /= (rate or hardware.matmul_tflops) * 1e12
     factors = product.m * product.k + product.k * product.n
     bytes_moved = (1.0 if rate else 2.0) * factors + 2.0 * product.m * product.n
     memory = bytes_moved / (hardware.memory_gb_s * 1e9)
-    return product.count * (max(compute, memory) + hardware.kernel_us * 1e-6)
+    return product.count * max(compute, memory) + kernels * hardware.kernel_us * 1e-6
 
 
 @lru_cache(maxsize=65536)  # a search asks for the same products many times
-def _quantized_flops(m: int, n: int, k: int, processors: int) -> float:
-    """FLOPs that all multiprocessors could do in the time that a product takes them."""
+def _quantized_flops(m: int, n: int, k: int, processors: int, alike: int) -> float:
+    """FLOPs that all multiprocessors could do in the time that `alike` products take them."""
 
     def waves(rows: int, columns: int, rate: float) -> float:
-        tiles = ceil(m / rows) * ceil(n / columns)
+        tiles = ceil(m / rows) * ceil(n / columns) * alike
         pieces = max(1, min(k // SPLIT, processors // tiles))
         count = ceil(tiles * pieces / processors)
         return 2.0 * k / pieces * rows * columns * count * processors / rate

@@ -196,7 +196,7 @@ class PartSplit:
                 keys=a.keys
                 * (1 if parts > 1 or a.linear else self.work.plan.mesh.ranks_of(AxisRole.SEQUENCE)),
                 head_dim=a.head_dim,
-                masked=parts > 1 or not a.causal,
+                masked=parts > 1 or a.masked,
                 linear=a.linear,
                 causal=a.causal,
             )

@@ -89,11 +89,20 @@ def test_attention_is_slower_for_short_rows():
     assert rates == pytest.approx(expected)
 
 
+def test_grouped_products_share_waves_of_tiles():
+    """32 experts of 1,024 rows take the waves of one product of 32,768 rows."""
+    machine = hardware("h100-8x")
+    grouped = Matmul(m=1024, n=5760, k=2880, count=32, grouped=True)
+    whole = kernels.matmul(Matmul(m=32 * 1024, n=5760, k=2880), machine)
+    assert kernels.matmul(grouped, machine) == pytest.approx(whole)
+    assert kernels.matmul(replace(grouped, grouped=False), machine) > 1.2 * whole
+
+
 def test_grouped_products_of_few_rows_are_slower():
     machine, software = hardware("h100-8x"), stack("torch").with_kernels(profile("fused"))
-    few = Matmul(m=1700, n=4096, k=4096, count=8)
-    dense = kernels._product_seconds(few, machine, software)
-    assert kernels._product_seconds(replace(few, grouped=True), machine, software) == 2 * dense
+    few = Matmul(m=1700, n=4096, k=4096, count=8, grouped=True)
+    expected = 2 * kernels.matmul(few, machine) / profile("fused").matmul_pace
+    assert kernels._product_seconds(few, machine, software) == pytest.approx(expected)
 
 
 PLAN = """plan own for llama
@@ -139,6 +148,17 @@ def test_a_bidirectional_model_attends_to_all():
     facts = load("bert-base", Sink())
     parts = count(facts, Sink(), MicroBatch(1, 128, "bfloat16")).parts
     assert {a.causal for part in parts for a in part.attended} == {False}
+
+
+def test_attention_with_a_mask_is_causal_and_computes_all_keys():
+    """As of the ranks of a context axis, which have a part of the queries."""
+    facts = load("llama-3.1-8b", Sink())
+    batches = MicroBatch(1, 128, "bfloat16"), MicroBatch(1, 128, "bfloat16", ("all_gather", 2, 1))
+    whole, part = (
+        {(a.causal, a.masked) for part in count(facts, Sink(), batch).parts for a in part.attended}
+        for batch in batches
+    )
+    assert whole == {(True, False)} and part == {(True, True)}
 
 
 def test_no_such_kernels(tmp_path):
