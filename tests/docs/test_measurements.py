@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import time
 
 import bench_page
 import gpu_page
@@ -99,12 +100,31 @@ def test_make_mutants_replaces_the_sample_of_the_same_families(generated):
     assert [row.split(" | ")[3:6] for row in rows] == [["4", "0", "0"], ["5", "0", "0"]]
 
 
-def test_make_gpu_still_runs_the_parts_of_its_record(tmp_path):
-    """Each part of the record is one that `make gpu` still runs, or a step of one."""
+@pytest.fixture
+def gpu_run():
+    """The module of `make gpu`."""
     spec = importlib.util.spec_from_file_location("gpu_run", ROOT / "tests" / "gpu" / "run.py")
-    run = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(run)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_make_gpu_still_runs_the_parts_of_its_record(gpu_run, tmp_path):
+    """Each part of the record is one that `make gpu` still runs, or a step of one."""
     kinds = ("measure", "products", "states", "verify", "saving", "preflight", "hang")
-    names = {part.name for kind in kinds for part in run.parts(kind, tmp_path)}
+    names = {part.name for kind in kinds for part in gpu_run.parts(kind, tmp_path)}
     recorded = {name for results in records.read_record("gpu").values() for name in results}
     assert all(name in names or name.partition(",")[0] in names for name in recorded)
+
+
+@pytest.mark.parametrize(
+    ("code", "result"),
+    [
+        ("print('Verified on 2 processes: logits 0, gradients 1e-7. 1 s')", {"logits": "0"}),
+        ("raise SystemExit(1)", {"result": "failed, exit code 1"}),
+    ],
+)
+def test_make_gpu_reads_what_a_part_prints(gpu_run, tmp_path, code, result):
+    part = gpu_run.Part("tp", "verify", (*gpu_run.RUN, "-c", code), 30)
+    found = gpu_run.run(part, tmp_path, time.monotonic() + 30)["results"]["tp"]
+    assert result.items() <= found.items()
