@@ -10,6 +10,7 @@ import torch
 from helpers import codes, elaborated, facts, judged
 
 from planc.checks import check
+from planc.checks.replicated import unsplit_parameters
 from planc.compiler import compile_plan, complete_plan
 from planc.diagnostics.diagnostic import Sink
 from planc.lowering import lower
@@ -197,6 +198,23 @@ def resized(module, old, new):
         ),
         children=tuple(replace(c, module=resized(c.module, old, new)) for c in module.children),
     )
+
+
+@pytest.mark.parametrize(("columns", "said"), [(6336, True), (6337, False)])
+def test_replicated_parameters_are_reported_from_one_percent(columns, said):
+    """64 of 6,400 parameters, and of 6,401."""
+
+    def leaf(name, size):
+        weight = Parameter("weight", (size, 1))
+        return Child(Module(cls="Linear", kind="linear", parameters=(weight,)), name)
+
+    root = Module(cls="Own", kind="other", children=(leaf("split", columns), leaf("whole", 64)))
+    model = Facts(name="Own", family="own", config={}, config_name="own", root=root)
+    text = PLAN.replace("RULES", "split : colwise")
+    plan, _, sink = elaborated(text, model=model, world=24, settings=["tp=2"])
+    unsplit_parameters(plan, model, sink)
+    found = [d.message for d in sink if d.code == "PL204"]
+    assert found == ["1% of the parameters are replicated over tp = 2"] * said
 
 
 # Ties and units ----------------------------------------------------------------------------------
