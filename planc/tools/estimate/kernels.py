@@ -1,5 +1,5 @@
 """Seconds of kernels on one accelerator (matmuls by shape, attention, memory-bound kernels), and of
-collectives: a latency for each step of a ring and a bandwidth for each byte.
+collectives: a latency by their kind, and a bandwidth for each byte.
 
 Both depend on whether the group's ranks are in one node. A group with few ranks a node has the
 share of the network that its ranks have; the groups beside it have the rest.
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from math import ceil, sqrt
+from math import ceil, log2, sqrt
 
-from planc.lowering.step import REDUCE, SEND
+from planc.lowering.step import EXCHANGE, REDUCE, SEND
 from planc.tools.estimate.profiles import EAGER, Hardware, Kernels, Stack
 from planc.tools.estimate.workload import Attention, Collective, Group, Layer, Matmul
 
@@ -158,6 +158,8 @@ def collective(each: Collective, hardware: Hardware) -> float:
         return 0.0
     if each.kind == SEND:
         return each.count * point_to_point(each.size, group, hardware)
+    if each.kind == EXCHANGE:
+        return each.count * _exchange_seconds(each, hardware) + latency(each, hardware)
     reduces = each.kind == REDUCE
     node = hardware.node_reduce_gb_s if reduces else hardware.node_gb_s
     network = hardware.network_reduce_gb_s if reduces else hardware.network_gb_s
@@ -169,13 +171,56 @@ def collective(each: Collective, hardware: Hardware) -> float:
     return sent + latency(each, hardware)
 
 
+def _exchange_seconds(each: Collective, hardware: Hardware) -> float:
+    """Seconds of the messages of an all-to-all: those to other nodes cross one rank's own link."""
+    inside = each.group.in_node(hardware.ranks_per_node)
+    near, far = _dispatched_bytes(each, inside) if each.choices else _exchanged_bytes(each, inside)
+    link = hardware.network_gb_s / hardware.ranks_per_node
+    return max(near / (hardware.node_gb_s * 1e9), far / (link * 1e9))
+
+
+def _exchanged_bytes(each: Collective, inside: int) -> tuple[float, float]:
+    """Bytes that a rank sends in its node and to others: an equal part to each rank.
+
+    Args:
+        inside: the ranks of the group in a node.
+    """
+    part = each.size / each.group.size
+    return part * (inside - 1), part * (each.group.size - inside)
+
+
+def _dispatched_bytes(each: Collective, inside: int) -> tuple[float, float]:
+    """Bytes that a rank sends in its node and to others, if each node gets a token once and passes
+    it on to the ranks with its experts, which are drawn at random.
+    """
+    ranks, nodes, token = each.group.size, each.group.size / inside, each.size / each.choices
+    reached = nodes * (1 - (1 - 1 / nodes) ** each.choices)
+    if each.nodes:
+        reached = min(each.nodes, reached)
+    copies = ranks * (1 - (1 - 1 / ranks) ** each.choices)
+    return token * copies * (inside - 1) / inside, token * reached * (nodes - 1) / nodes
+
+
 def latency(each: Collective, hardware: Hardware) -> float:
-    """The part that is not bandwidth: a step of the ring for each rank, one of a send."""
-    group = each.group
+    """The part that is not bandwidth: one message of a send or an all-to-all, else the steps of a
+    ring, and across nodes those of a tree for an all-reduce.
+    """
+    group, inside = each.group, each.group.in_node(hardware.ranks_per_node)
     crosses = group.crosses(hardware.ranks_per_node)
-    one = hardware.network_latency_us if crosses else hardware.node_latency_us
-    steps = 1 if each.kind == SEND else group.size - 1
-    return each.count * steps * one * 1e-6
+    across = hardware.network_latency_us if crosses else hardware.node_latency_us
+    if each.kind in (EXCHANGE, SEND):
+        one = hardware.exchange_us if each.kind == EXCHANGE else across
+        return each.count * one * 1e-6
+    if not crosses:
+        steps = (group.size - 1) * across
+    elif each.kind == REDUCE and hardware.inner_latency_us:
+        depth = log2(group.size / inside)
+        steps = 2 * ((inside - 1) * hardware.inner_latency_us + depth * across)
+    else:
+        nodes = -(-group.size // inside)
+        inner = hardware.inner_latency_us or across
+        steps = (group.size - nodes) * inner + (nodes - 1) * across
+    return each.count * (steps + hardware.start_us) * 1e-6
 
 
 def point_to_point(size: float, group: Group, hardware: Hardware) -> float:

@@ -38,6 +38,9 @@ class Hardware:
             scatters, all-reduces, and a step of a ring.
         network_gb_s, network_reduce_gb_s, network_latency_us: the same across nodes, when all
             ranks of a node take part.
+        inner_latency_us: of a step in a node, of a ring across nodes; 0 for that across nodes.
+        start_us: of a ring, before its first step.
+        exchange_us: of an all-to-all, whose messages go at once.
         peak_tflops: of the data sheet, which MFU is relative to.
         host_gb_s: of copies between an accelerator and pinned memory of the host.
         host_memory_gb_s: an accelerator's share of what the host's cores read and write.
@@ -61,6 +64,9 @@ class Hardware:
     network_reduce_gb_s: float
     network_latency_us: float
     peak_tflops: float
+    inner_latency_us: float = 0
+    start_us: float = 0
+    exchange_us: float = 60
     host_gb_s: float = 24
     host_memory_gb_s: float = 25
     devices: str = ""
@@ -83,6 +89,9 @@ class Hardware:
             network_gb_s=inf,
             network_reduce_gb_s=inf,
             network_latency_us=0.0,
+            inner_latency_us=0.0,
+            start_us=0.0,
+            exchange_us=0.0,
         )
 
 
@@ -99,6 +108,8 @@ class Kernels:
         attention_moved: elements moved for each one of queries, keys and values.
         activation_moved: elements moved for each one that an activation reads or writes.
         expert_moved: elements that permutations move for each one of the rows of experts.
+        dispatch_once: whether a token is sent once to each node of its experts; else once for each
+            expert.
         router_moved: elements moved for each token and expert.
         loss_kept, loss_transient: bytes of a logit that stay until backward, and that exist for a
             moment besides.
@@ -111,6 +122,7 @@ class Kernels:
         expert_rows: the rows of an expert at which grouped products reach half of their rate.
         layer_ms, expert_layer_ms: the least time of a layer, forward and backward, which the host
             takes to launch it: without experts, and with them.
+        expert_ms: the time that the host takes besides for each expert of the rank.
     """
 
     name: str
@@ -122,12 +134,14 @@ class Kernels:
     expert_rows: float
     layer_ms: float
     expert_layer_ms: float
+    expert_ms: float = 0
     norm_output: float = 1
     activation_output: float = 1
     norm_moved: float = 0
     attention_moved: float = 0
     activation_moved: float = 0
     expert_moved: float = 0
+    dispatch_once: bool = False
     router_moved: float = 0
     loss_kept: float = 0
     loss_transient: float = 0
@@ -164,6 +178,8 @@ class Stack:
         optimizer_passes: how often a step reads or writes an element as wide as what it steps.
         optimizer_copies: copies of the parameters that a step holds for a moment.
         tensor_overlap, data_overlap: the share of collectives' time that compute hides.
+        data_contention: the share of the hidden time of data-parallel collectives across nodes by
+            which they slow the compute that hides them.
         stall_us: what one rank of a tensor group delays a collective by, while a pipeline
             communicates across nodes.
         memory_margin: the share of memory that allocations can fill before fragmentation ends it.
@@ -184,6 +200,7 @@ class Stack:
     data_overlap: float
     stall_us: float
     memory_margin: float
+    data_contention: float = 0
     kernels: Kernels = EAGER
     sources: dict[str, str] = field(default_factory=dict, compare=False)
 
@@ -208,6 +225,10 @@ LIMITS: dict[str, tuple[float, float]] = {
     "launch_us": (0, 1e5),
     "node_latency_us": (0, 1e6),
     "network_latency_us": (0, 1e6),
+    "inner_latency_us": (0, 1e6),
+    "start_us": (0, 1e6),
+    "exchange_us": (0, 1e6),
+    "data_contention": (0, 1),
     "tensor_overlap": (0, 1),
     "data_overlap": (0, 1),
     "memory_margin": (0.1, 1),

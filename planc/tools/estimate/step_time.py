@@ -102,8 +102,9 @@ class Passes:
         """Milliseconds of the host for both passes of a layer, if the kernels' profile has them."""
         if layer.loss or layer.lookup:
             return 0.0
-        experts = any(m.grouped for m in layer.matmuls)
-        return self.stack.kernels.expert_layer_ms if experts else self.stack.kernels.layer_ms
+        host = self.stack.kernels
+        experts = max((m.count for m in layer.matmuls if m.grouped), default=0)
+        return host.expert_layer_ms + experts * host.expert_ms if experts else host.layer_ms
 
     def _pass_times(
         self,
@@ -124,6 +125,8 @@ class Passes:
         share = {group: exposed * size / whole if whole else 0.0 for group, size in each.items()}
         computed = matmul + attention + memory + exposed
         left = max(0.0, data - stack.data_overlap * computed)
+        if self.work.data.crosses(self.hardware.ranks_per_node):
+            left += stack.data_contention * (data - left)
         return Spent(
             matmul=matmul,
             attention=attention,

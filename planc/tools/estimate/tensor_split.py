@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from itertools import compress
 from math import ceil, prod
@@ -13,6 +14,7 @@ from planc.ir.nodes import ExpertRule, Plan, TensorRule
 from planc.lowering.context_sends import attending
 from planc.lowering.memory import Holding
 from planc.lowering.step import EXCHANGE, During, Sent, Step
+from planc.model.config import integer_of
 from planc.model.facts import Modules
 from planc.model.indices import Indices
 from planc.ops.activation_checkpoint import Checkpoint
@@ -25,6 +27,7 @@ from planc.sections import Hook
 from planc.simulate.call_table import CallTable
 from planc.tools.estimate.counted import Part
 from planc.tools.estimate.formats import formats
+from planc.tools.estimate.profiles import Stack
 from planc.tools.estimate.workload import Attention, Collective, Group, Matmul, Recompute
 
 
@@ -62,6 +65,7 @@ class Work(Protocol):
     """The whole step; `planc.tools.estimate.from_plan.PlanWork` describes each attribute."""
 
     plan: Plan
+    stack: Stack
     rules: tuple[TensorRule, ...]
     step: Step
     sent: tuple[tuple[Sent, Group], ...]
@@ -334,8 +338,17 @@ class PartSplit:
                 if self.divided and sent.kind == EXCHANGE and group.name == self.work.divides:
                     size *= self.work.imbalance
                 one = Collective(kind=sent.kind, size=size, group=group, count=times)
-                found[sent.during] += (one,)
+                found[sent.during] += (self._dispatch_of(one),)
         return found
+
+    def _dispatch_of(self, one: Collective) -> Collective:
+        """A collective of experts, as the kernels of the stack dispatch tokens."""
+        config, to_experts = self.work.step.config, one.group.name == self.work.divides
+        if one.kind != EXCHANGE or not to_experts or not self.work.stack.kernels.dispatch_once:
+            return one
+        groups = integer_of(config, "n_group") or 1
+        nodes = (integer_of(config, "topk_group") or 0) if groups > 1 else 0
+        return replace(one, choices=self.work.step.chosen or 0, nodes=nodes)
 
     def _times(self, sent: Sent, stage: int | None) -> int:
         """The number of such collectives of one layer for one micro-batch."""

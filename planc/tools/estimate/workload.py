@@ -121,12 +121,21 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """`count` collectives of a kind of `planc.lowering.step`; `size`: bytes of the whole tensor."""
+    """`count` collectives of a kind of `planc.lowering.step`.
+
+    Args:
+        size: bytes of the full tensor.
+        choices: the experts of a token, for a dispatch that sends it once to each node; 0 for an
+            all-to-all with a copy for each expert.
+        nodes: the nodes that the experts of a token are on at most; 0 for any number.
+    """
 
     kind: str
     size: float
     group: Group
     count: int = 1
+    choices: int = 0
+    nodes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

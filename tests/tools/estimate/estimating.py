@@ -101,7 +101,7 @@ def errors(runs):
 
 
 def judge_playbook(path):
-    profile, software = hardware("h100-8x"), stack("nanotron")
+    profile, software = hardware("h100-efa"), stack("nanotron")
     every = list(playbook(path))
     ran = [run for run in every if run.tokens_per_second is not None]
     runs = [(run, step_time(run.work, profile, software)) for run in ran]

@@ -14,7 +14,8 @@ from planc.tools.estimate.counted import MicroBatch
 from planc.tools.estimate.from_plan import Batch
 from planc.tools.estimate.fused_kernels import fuse
 from planc.tools.estimate.kept_tensors import count
-from planc.tools.estimate.workload import Attention, Matmul
+from planc.tools.estimate.step_time import Passes
+from planc.tools.estimate.workload import Attention, Group, Layer, Matmul, Workload
 
 TOKENS = 4096
 
@@ -96,6 +97,16 @@ def test_grouped_products_share_waves_of_tiles():
     whole = kernels.matmul(Matmul(m=32 * 1024, n=5760, k=2880), machine)
     assert kernels.matmul(grouped, machine) == pytest.approx(whole)
     assert kernels.matmul(replace(grouped, grouped=False), machine) > 1.2 * whole
+
+
+def test_the_host_launches_products_of_each_expert():
+    layer = Layer(
+        name="some", parameters=1, matmuls=(Matmul(m=1, n=1, k=1, count=16, grouped=True),)
+    )
+    work = Workload(stages=(((layer, 1),),), data=Group(name="data", size=1), tokens=1)
+    software = stack("torch").with_kernels(profile("fused"))
+    passes = Passes(work, hardware("h100-8x"), software)
+    assert passes.host_ms(layer) == pytest.approx(7.3 + 16 * 0.12)
 
 
 def test_grouped_products_of_few_rows_are_slower():
