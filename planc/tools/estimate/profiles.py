@@ -174,7 +174,11 @@ class Stack:
         loss_transient: bytes a logit that exist for a moment beside those that stay until backward.
         launches_a_unit: operators' worth of CPU time of FSDP's hooks of one unit and pass.
         parameter_passes: bytes read and written for one parameter of a micro-batch, to accumulate
-            its gradient; `unit_passes` come on top under FSDP, to cast and copy.
+            its gradient; under FSDP those of its copies come on top.
+        gather_passes, reduce_passes: bytes read and written for one parameter of an FSDP unit in an
+            all-gather and a reduction of gradients, besides the collective.
+        accumulation_passes: the same to add a gradient to one that is not reduced yet.
+        shard_passes: the same for one parameter of a rank's shard, in a micro-batch.
         optimizer_passes: how often a step reads or writes an element as wide as what it steps.
         optimizer_copies: copies of the parameters that a step holds for a moment.
         tensor_overlap, data_overlap: the share of collectives' time that compute hides.
@@ -193,7 +197,10 @@ class Stack:
     launches_a_unit: int
     loss_transient: float
     parameter_passes: float
-    unit_passes: float
+    gather_passes: float
+    reduce_passes: float
+    accumulation_passes: float
+    shard_passes: float
     optimizer_passes: float
     optimizer_copies: float
     tensor_overlap: float

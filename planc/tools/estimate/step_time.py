@@ -141,11 +141,17 @@ class Passes:
 
     def forward(self, layer: Layer) -> Spent:
         parts = kernels.forward(layer, self.hardware, self.stack)
-        work, share = self.work, 1.0
-        if work.staged:  # units stay gathered after a backward, or from the first forward on
-            before = min(work.micro_batches, work.pipeline.size)
-            share = (layer.resident + (1 - layer.resident) * before) / work.micro_batches
-        return self._pass_times(layer, parts, layer.forward, share * self.gather(layer), 1)
+        data = self.forward_gathers(layer) * self.gather(layer)
+        return self._pass_times(layer, parts, layer.forward, data, 1)
+
+    def forward_gathers(self, layer: Layer) -> float:
+        """The all-gathers of a layer's units in the forward pass of a micro-batch, in the mean."""
+        work = self.work
+        if not work.staged:
+            return 1.0
+        # units stay gathered after a backward, or from the first forward on
+        before = min(work.micro_batches, work.pipeline.size)
+        return (layer.resident + (1 - layer.resident) * before) / work.micro_batches
 
     def backward(self, layer: Layer) -> Spent:
         work, stack = self.work, self.stack
@@ -159,12 +165,25 @@ class Passes:
         elif layer.recompute is Recompute.SELECTIVE and layer.kept:
             share = 1 - layer.kept_selective / layer.kept
             memory += share * kernels.forward(layer, self.hardware, self.stack)[2]
-        full = work.sharding is Sharding.FULL
-        size = stack.parameter_passes + (stack.unit_passes if full else 0)
-        memory += kernels.memory_seconds(size * layer.parameters, 0, self.hardware)
+        size = stack.parameter_passes * layer.parameters + self.copied_bytes(layer)
+        memory += kernels.memory_seconds(size, 0, self.hardware)
         data = (1 - layer.resident) * self.gather(layer)
         data += 0.0 if work.reduced_once else self.reduce(layer)
         return self._pass_times(layer, (matmul, attention, memory), sent, data, passes)
+
+    def copied_bytes(self, layer: Layer) -> float:
+        """Bytes that FSDP's copies of a layer's parameters and gradients move, besides its
+        collectives, in both passes of a micro-batch.
+        """
+        work, stack = self.work, self.stack
+        if work.sharding is not Sharding.FULL:
+            return 0.0
+        gathers = self.forward_gathers(layer) + 1 - layer.resident
+        reductions = 1 / work.micro_batches if work.reduced_once else 1.0
+        size = gathers * stack.gather_passes + reductions * stack.reduce_passes
+        size += (1 - reductions) * stack.accumulation_passes
+        shards = sum(elements / shard.size for elements, shard, _ in self._parts(layer))
+        return layer.parameters * size + reductions * stack.shard_passes * shards
 
     def recomputation(self, layer: Layer) -> Layer | None:
         """The recomputation in the backward of a checkpointed layer; None if it repeats no

@@ -1,7 +1,7 @@
 """Seconds of collectives by kind, on links within a node and across nodes."""
 
 import pytest
-from measured_tables import hardware
+from measured_tables import hardware, stack
 
 from planc.compiler import compile_plan
 from planc.diagnostics.diagnostic import Sink
@@ -9,7 +9,8 @@ from planc.lowering.step import EXCHANGE, GATHER, REDUCE
 from planc.tools.estimate import kernels
 from planc.tools.estimate.answer import Request, answer_for
 from planc.tools.estimate.from_plan import Batch
-from planc.tools.estimate.workload import Collective, Group
+from planc.tools.estimate.step_time import Passes
+from planc.tools.estimate.workload import Collective, Group, Layer, Workload
 
 MIB = 2**20
 DGX = hardware("h100-8x")
@@ -89,3 +90,23 @@ def expert_collectives(name):
 def test_kernels_decide_how_tokens_are_dispatched():
     assert expert_collectives("eager") == {(0, 0)}
     assert expert_collectives("fused") == {(8, 4)}
+
+
+def work_of(ranks, **more):
+    layer = Layer(name="some", parameters=1000, **more)
+    data = Group(name="data", size=ranks)
+    return Passes(
+        Workload(stages=(((layer, 1),),), data=data, tokens=1), DGX, stack("torch")
+    ), layer
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(1, 40), (8, 2 * 4 + 6 + 26 / 8)])
+def test_copies_of_fsdp_are_of_gathered_parameters_and_of_shards(ranks, size):
+    """On one rank 40 bytes a parameter were measured, of which 26 are of the shard."""
+    passes, layer = work_of(ranks)
+    assert passes.copied_bytes(layer) == pytest.approx(1000 * size)
+
+
+def test_units_that_stay_gathered_are_copied_once():
+    passes, layer = work_of(8, resident=1.0)
+    assert passes.copied_bytes(layer) == pytest.approx(1000 * (4 + 6 + 26 / 8))
