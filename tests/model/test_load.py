@@ -607,3 +607,22 @@ def test_a_model_that_another_thread_builds_is_initialized():
     )
     norm = made["model"].lm_head.weight.std()
     assert abs(norm - 0.02) < 0.002, "initializer_range of its configuration"
+
+
+@pytest.mark.parametrize(
+    ("architectures", "expected"),
+    [
+        (["Reward"], "AutoModelForSequenceClassification"),
+        (["Language"], "AutoModelForCausalLM"),
+        ([], "AutoModelForCausalLM"),
+    ],
+)
+def test_a_folder_stands_for_the_model_of_its_architectures(architectures, expected):
+    classes = {
+        "AutoConfig": "own.Configuration",
+        "AutoModel": "own.Base",
+        "AutoModelForCausalLM": "own.Language",
+        "AutoModelForSequenceClassification": "own.Reward",
+    }
+    values = {**CONFIG, "architectures": architectures, "auto_map": classes}
+    assert config_of(values, "a folder").own_model == expected
