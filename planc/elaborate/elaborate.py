@@ -168,11 +168,8 @@ def _with_roles(mesh: Mesh | None, program: Program) -> Mesh | None:
         found = (s for s in program.sections if s.name in sections)
         return expand_axes((a.path for s in found for a in (*s.axes, *s.replicate)), mesh.names)
 
-    tensor, data, context = (
-        axes_of_sections("tensor"),
-        axes_of_sections("fsdp", "replicate"),
-        axes_of_sections("context"),
-    )
+    tensor, data = axes_of_sections("tensor"), axes_of_sections("fsdp", "replicate")
+    context = axes_of_sections("context")
     axes = (
         replace(a, role=role_of(a.name, tensor=tensor, data=data, context=context))
         for a in mesh.axes

@@ -53,7 +53,7 @@ def evaluate(expression: ast.Expr, scope: Scope) -> Value:
 def size(expression: ast.Expr, scope: Scope) -> Value:
     """The value of an argument that counts features, heads or ranks.
 
-    Where a proxy model stands for the real one, numbers are those of the proxy model.
+    If a plan is elaborated for a proxy model, its expression has the numbers of the proxy model.
     """
     value = evaluate(expression, scope)
     numbers = value if isinstance(value, tuple) else (value,)

@@ -14,7 +14,7 @@ from planc.ir.mesh_axes import EXPERT_TENSOR, EXPERTS, SHARD
 from planc.ir.nodes import Mesh
 from planc.ops.base import AxisRole
 from planc.ops.lowered import MeshAxis
-from planc.sections import SECTIONS
+from planc.sections import is_sized
 from planc.syntax import ast
 
 
@@ -55,7 +55,7 @@ def solve(program: Program) -> Mesh | None:
 
 def _solve(program: Program) -> Mesh | None:
     sections = program.sections
-    if sections and all(s.name in SECTIONS and SECTIONS[s.name].sized for s in sections):
+    if sections and all(is_sized(section.name) for section in sections):
         return Mesh(axes=(), origin=sections[0].origin)
     settings = _settings(program)
     if settings is None:

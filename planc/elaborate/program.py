@@ -17,7 +17,7 @@ from planc.ir.mesh_axes import ENGINE_SIZES
 from planc.ir.nodes import Mesh
 from planc.model.facts import Facts
 from planc.model.roles import LACKS
-from planc.sections import SECTIONS
+from planc.sections import is_sized
 from planc.syntax import ast
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ def gather(
     for statement in statements:
         if _is_ordered(statement):
             _add(statement, program, given)
-    if any(s.name in SECTIONS and SECTIONS[s.name].sized for s in program.sections):
+    if any(is_sized(section.name) for section in program.sections):
         sizes = {*ENGINE_SIZES} - {*program.scope.axis_names, *program.scope.definitions}
         program.sizes = {n: v for n, v in given.items() if n in sizes}
     _unknown_settings(given, program)

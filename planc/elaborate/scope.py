@@ -95,8 +95,10 @@ class Scope:
         )
 
     def child_scope(self, parent: Modules) -> Scope:
-        """A scope for a rule on children of a module, whose integers are `parent.NAME`; in a small
-        model, those of a module with the same name, of the same class where there is one.
+        """A scope for a rule on children of a module, whose integers are `parent.NAME`.
+
+        In a proxy model, they are those of a module with the same name, if possible of the same
+        class.
         """
         module, sized = parent.module, self.sized
         if self.small is not None:

@@ -530,8 +530,8 @@ class Plan(Meaning):
         """The rules in whose modules the loss is computed: they return no logits."""
         return tuple(rule for rule in self._section_rules if getattr(rule, "loss_modules", ()))
 
-    def with_recomputed(self, rules: tuple[Checkpoint, ...]) -> Plan:
-        """The plan with other rules in the section that recomputes modules."""
+    def with_checkpoint_rules(self, rules: tuple[Checkpoint, ...]) -> Plan:
+        """The plan with other rules in place of `checkpoint_rules`."""
         name = next(name for name, own in self.sections.items() if own == checkpoints(own))
         return replace(self, sections={**self.sections, name: rules})
 

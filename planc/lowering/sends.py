@@ -151,10 +151,8 @@ def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
     heads = step.lowered.loss_heads
     if not step.wide(op.axes) or any(op.modules.is_within(head) for head in heads):
         return
-    made, one = (
-        contract(op.style, op.modules.module.kind),
-        gather_template(op.WORD, op.modules, op.axes),
-    )
+    made = contract(op.style, op.modules.module.kind)
+    one = gather_template(op.WORD, op.modules, op.axes)
     runs = _runs(op, step)
     back, back_again = step.backward.inputs(op.modules), step.backward.outputs(op.modules)
     for flows, size, behind in zip(

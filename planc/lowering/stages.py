@@ -1,4 +1,4 @@
-"""The plan and the model of the ranks at one place of a pipeline: what their stages hold."""
+"""The plan and the model of each pipeline rank, with the modules of its stages alone."""
 
 from collections.abc import Iterator
 from dataclasses import replace

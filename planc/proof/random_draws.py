@@ -31,7 +31,7 @@ _STATE = (
 
 
 def drawing_case(compiled: Compiled, sizes: Mapping[str, int]) -> SmallCase | None:
-    """The small case with the real model's dropout; None if nothing draws, or nothing small can."""
+    """The case with the real model's dropout; None if nothing draws, or no proxy model can."""
     assert compiled.plan is not None and compiled.facts is not None
     if not drawing_fields(compiled.plan, compiled.facts):
         return None

@@ -34,7 +34,7 @@ _FEW = 3
 def remedy(
     compiled: Compiled, small: SmallCase, outcome: Outcome, draft: Draft
 ) -> tuple[RuleChange, ...]:
-    """The fewest changes of tensor rules found that prove a refuted small case; none if not found.
+    """The fewest changes of tensor rules found that prove a refuted proxy model; none if not found.
 
     Args:
         compiled: the plan for the real model.

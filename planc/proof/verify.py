@@ -133,7 +133,7 @@ def verify(
             report_unknown(sink, "it has no mixed precision", "leave out --precision")
             return Proof(verdict="unknown")
         case.processes = min(processes, world_size)
-        lacking = _make_small_case(case, precision=precision)
+        lacking = _add_proxy_model(case, precision=precision)
         if lacking:
             report_unknown(sink, lacking.reason, origins=lacking.origins)
             unproved = _certificate(case, "unknown", lacking.reason)
@@ -165,8 +165,8 @@ def _codes(checks: Sink) -> tuple[str, ...]:
     return tuple(sorted({d.code for d in checks if d.severity == "error"}))
 
 
-def _make_small_case(case: _Case, *, precision: bool) -> Unrepresented | None:
-    """Makes the small case; returns the reason if there is none."""
+def _add_proxy_model(case: _Case, *, precision: bool) -> Unrepresented | None:
+    """Adds the plan for the proxy model to the case; returns the reason if there is none."""
     assert case.compiled.plan is not None
     axes, checks = small_sizes(case.compiled.plan.mesh.axes, case.processes), Sink()
     axes = with_experts(axes, case.compiled.plan.mesh)

@@ -293,12 +293,11 @@ def document(answer: Reasons, lowered: Lowered) -> dict[str, Any]:
     """The answer in the form of `grammars/why.schema.json`."""
     stages = json.loads(dumps(lowered))["stages"]
     ops = [op for stage in stages for op in stage["ops"]]
+    parts = asdict(answer)
+    sections = {n: parts["sections"].get(n, ()) for n in decision_names() if n not in parts}
     fields: dict[str, Any] = {}
-    for name, value in asdict(answer).items():
-        fields[name] = value
-        if name == "sections":
-            reasons = fields.pop(name)
-            fields |= {n: reasons.get(n, ()) for n in decision_names() if n not in _DECISIONS}
+    for name, value in parts.items():
+        fields |= sections if name == "sections" else {name: value}
     del fields["findings"]
     fields["like"], fields["alike"] = str(answer.like), len(answer.like)
     fields["class"] = fields.pop("cls")

@@ -23,10 +23,10 @@ PARTS = {
     "checks": "rules -> findings",
     "lowering": "rules -> operations; their collectives and bytes",
     "standalone": "functions that emitted scripts inline; imports nothing of planc",
-    "runtime": "what `apply` requires of the device",
+    "runtime": "what `apply` requires of the device and the model; what the reference run has too",
     "choice": "rules -> rules, from the calls that one rank makes",
     "provenance": "what `planc why` adds",
-    "proof": "reports what its separate simulation found",
+    "proof": "its verdicts in the layout flow; reports of its separate simulation",
     "estimate": "time and memory of a step",
 }
 """The modules of a section's folder, in the order of the stages."""
@@ -98,3 +98,8 @@ BACKENDS = {"megatron": "megatron_fsdp"}
 SECTIONS: dict[str, SectionDeclaration] = {
     name: import_module(f"{__name__}.{name}").DECLARATION for name in NAMES
 }
+
+
+def is_sized(name: str) -> bool:
+    """Whether a section's head names an engine and its sizes."""
+    return name in SECTIONS and SECTIONS[name].sized

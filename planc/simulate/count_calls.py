@@ -51,7 +51,7 @@ def count_calls(
     plan = masters(plan, facts) or plan
     every = tuple(modules)
     rules = tuple(Checkpoint(modules=at) for at in every)
-    bare = replace(plan.with_recomputed(rules), pipeline=None, optimizer=())
+    bare = replace(plan.with_checkpoint_rules(rules), pipeline=None, optimizer=())
     precision = plan.fsdp.precision if plan.fsdp else None
     if precision and precision.param and plan.load and not plan.load.fp32:
         bare = replace(bare, load=None)  # FSDP casts what is computed with

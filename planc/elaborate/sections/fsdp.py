@@ -103,9 +103,8 @@ def _owner(name: str) -> str | None:
 
 
 def _in_order_of_search(rules: Sequence[Placed]) -> list[Placed]:
-    """Orders the rules that search modules: `dtype(...)` before `auto(...)`, which sums the rest.
-
-    Of two `dtype(...)` the last is first: a plan decides before the plan that it extends.
+    """The rules that search modules: `dtype(...)` in reverse order, so that a plan decides before
+    the plan that it extends; then `auto(...)`, which counts the parameters outside of other units.
     """
     sizes = [r for r in rules if isinstance(r.item, ast.Rule) and _target(r.item) == "auto"]
     return [*(r for r in reversed(rules) if r not in sizes), *sizes]

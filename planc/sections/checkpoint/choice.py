@@ -213,7 +213,7 @@ def choose_rules(
     shares = (share for line in lines for share in _shares(line, own, facts, sink))
     chosen = _join_rules(rule for share in shares for rule in _rules(share))
     rules = (*(r for r in own.checkpoint_rules if not isinstance(r, Budget)), *chosen)
-    plan, own = (replace(p.with_recomputed(rules), replaced=budgets) for p in (plan, own))
+    plan, own = (replace(p.with_checkpoint_rules(rules), replaced=budgets) for p in (plan, own))
     return plan, (own, facts)
 
 

@@ -339,7 +339,8 @@ class PlanWork:
                     stay = Counter(self.stage_of(name) for name in alike if name in staying)
                     yield self._layer(part, inside, counted, None, alike[0]), n, stay
         lists = {part.at.rpartition(".")[0] for part in counted.parts} if counted else set()
-        rest = [h for h in self.holdings.all if not _is_in(h, lists - {""})]
+        lists.discard("")
+        rest = [h for h in self.holdings.all if not _is_in(h, lists)]
         for stage in range(self.pipeline.stages if self.pipeline else 1):
             here = [h for whole in rest for h in self._of_stage(whole, stage)]
             part = self._outer_part(counted, stage)

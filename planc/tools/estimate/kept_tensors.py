@@ -136,7 +136,7 @@ def _silence_log() -> Iterator[None]:
 
 
 def _layers(facts: Facts, kept: dict[int, list[tuple[int, ...]]]) -> dict[str, tuple[str, ...]]:
-    """For each layer of the small model that counts, the names of the real ones like it.
+    """For each layer of the proxy model that counts, the names of the real ones like it.
 
     Of several small layers of one kind the last counts: the first may take another input.
     """

@@ -184,7 +184,7 @@ def train_as(facts: Facts, model: nn.Module, named: Mapping[str, tuple[str, ...]
     Args:
         facts: the real model, with the adapters of the plan.
         model: its small one, without them.
-        named: for layers of the small model the names of the real ones like it.
+        named: for layers of the proxy model the names of the real ones like it.
 
     Returns:
         The weights of the adapters.

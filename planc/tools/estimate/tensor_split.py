@@ -385,7 +385,9 @@ def logit_copies(plan: Plan, logits: int, width: int, transient: float) -> float
 
 
 def gradient_passes(plan: Plan) -> float:
-    """Bytes that a section moves for the gradient of the head's weight in a forward pass."""
+    """Bytes that the head's forward pass moves for the gradient of its weight, if a section
+    computes it there.
+    """
     return sum(passes(plan) for passes in _GRADIENT_PASSES.find_all(plan.sections))
 
 

@@ -180,10 +180,8 @@ class Space:
 
     def mesh(self, sizes: Sizes) -> Mesh:
         """The plan's mesh with other sizes."""
-        rest, given = (
-            self.rest_axis.name,
-            dict.fromkeys((a.name for a in self.axes), 1) | dict(sizes),
-        )
+        rest = self.rest_axis.name
+        given = dict.fromkeys((a.name for a in self.axes), 1) | dict(sizes)
         ranks = (given[a.name] for a in self.axes if a.name != rest)
         given[rest] = self.world_size // prod(ranks)
         made = (*self.sizing, *self.optional)
