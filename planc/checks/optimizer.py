@@ -161,7 +161,7 @@ def _matrix(step: Stepped, rule: OptimizerRule, plan: Plan, facts: Facts) -> Ite
     use = WeightUse() if isinstance(known, str) else known
     fused = rule.per is None and rule.parts == 1 and use.parts > 1
     if isinstance(cut, Cut) and not rule.anyway:
-        cut = _of_other_units(step, rule, cut, known) or cut
+        cut = _of_other_units(rule, cut, known) or cut
     if isinstance(cut, str) and not fused:
         yield error(
             "PL577",
@@ -204,9 +204,7 @@ def _parts_rule(use: WeightUse) -> str:
     return f"`muon(parts = {use.parts}{', interleaved = true' if use.alternate else ''})`"
 
 
-def _of_other_units(
-    step: Stepped, rule: OptimizerRule, cut: Cut, use: WeightUse | str
-) -> str | None:
+def _of_other_units(rule: OptimizerRule, cut: Cut, use: WeightUse | str) -> str | None:
     """The units that the model's code takes, if they are not those of the rule."""
     if isinstance(use, str):
         return None

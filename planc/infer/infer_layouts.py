@@ -154,7 +154,7 @@ class _Section:
             made = _Carried(flow, state, small, layouts, setting)
             if problem := made.uneven or made.unsized_linear(source.facts):
                 return self._unknown(problem)
-            sized = tuple(rule.for_model(self.facts) for rule in made.rules(own))
+            sized = tuple(rule.for_model(self.facts) for rule in made.rules())
             self.facts.remember(key, sized)
         rules = memo[key]
         others = tuple(r for r in plan.tensor if r.axis != setting.axis)
@@ -223,7 +223,7 @@ class _Section:
             yield LayoutClash(text=_lines(flow, why)[0], origins=lines)
             return
         made = _Carried(flow, state, small, layouts, self.setting)
-        yield from (rule.for_model(self.facts) for rule in made.rules(own) if rule.inferred)
+        yield from (rule.for_model(self.facts) for rule in made.rules() if rule.inferred)
 
     def complete(self, flow: DataFlow, small: tuple[TensorRule, ...]) -> Layouts | Clash:
         """Infers the layouts of the flow with complete rules."""
@@ -476,7 +476,7 @@ class _Carried:
             if f.module == block or f.module.startswith(f"{block}.")
         )
 
-    def rules(self, own: Iterable[TensorRule]) -> list[TensorRule]:
+    def rules(self) -> list[TensorRule]:
         """The plan's rules with their layouts, in order, then those that follow."""
         completed: dict[tuple[str, type], FoundRule] = {
             (f.module, type(f.style)): f

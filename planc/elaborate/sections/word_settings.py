@@ -9,9 +9,6 @@ from planc.elaborate.rule_conflicts import Placed, Settings, flatten
 from planc.elaborate.scope import Scope
 from planc.syntax import ast
 
-Words = Mapping[str, Mapping[str, str]]
-"""The values of each setting, by the words that a plan writes."""
-
 ROWS = "rows"
 IMAGES = {ROWS: ROWS, "whole": "whole"}
 """The values of `images`, in tensor and in context sections."""
@@ -48,17 +45,6 @@ def read_settings(
             program.sink.error("PL105", message, item.name_origin, help=hint)
         else:
             settings.add(item, read)
-
-
-def word_settings(
-    section: ast.Section, words: Words, settings: Settings, program: Program, example: str
-) -> None:
-    """Adds the settings (of `words`) of a section; reports PL011, PL012 and PL105."""
-
-    def read(item: ast.Setting) -> str | None:
-        return one_word(item, words[item.name], program.scope)
-
-    read_settings(section, words, settings, program, example, read=read)
 
 
 def one_word(item: ast.Setting, words: Mapping[str, str], scope: Scope) -> str | None:

@@ -72,7 +72,7 @@ def patch(owners: list[PlanOwner], kind: str, repair: Repair) -> str:
     ]
     texts: dict[Path, tuple[str, str]] = {}
     for name, style in edits:
-        owner = next((o for o in owners if _has(o, kind, name, style, repair)), None)
+        owner = next((o for o in owners if _has(o, kind, name, repair)), None)
         if owner is None:
             return ""
         for path, holder in _files(owner, kind):
@@ -85,7 +85,7 @@ def patch(owners: list[PlanOwner], kind: str, repair: Repair) -> str:
     return "".join(_file_diff(path, *both) for path, both in texts.items())
 
 
-def _has(owner: PlanOwner, kind: str, name: str, style: str | None, repair: Repair) -> bool:
+def _has(owner: PlanOwner, kind: str, name: str, repair: Repair) -> bool:
     """Whether a change of the rule of a name belongs to the class."""
     if not name.startswith(owner.prefix):
         return False

@@ -22,7 +22,7 @@ from planc.diagnostics.source import Span
 from planc.ir.nodes import Plan
 from planc.ir.stand_in import kinds_of
 from planc.model import cache
-from planc.model.facts import Facts, Modules, most_stored
+from planc.model.facts import Modules, most_stored
 from planc.model.layer_kinds import block_lists, length
 from planc.model.load import load_values
 from planc.model.module_table import puts_images
@@ -371,7 +371,7 @@ class _Work:
             plan.replaced or plan.optimizer
         )  # what all layers share, and lists of so many elements
         few = bool(pattern.windows) and not self.exact and not shared
-        self.depths = [*self._shallow(facts, kinds, pattern)] if few else []
+        self.depths = [*self._shallow(kinds, pattern)] if few else []
         self.depths = self.depths or [(_Depth(self.compiled, len(kinds), pattern), 0)]
 
     @property
@@ -400,9 +400,7 @@ class _Work:
         assert plan is not None
         return plan.mesh.size(plan.pipeline.op.axis) if plan.pipeline else 1
 
-    def _shallow(
-        self, facts: Facts, kinds: list[Any], pattern: _Pattern
-    ) -> Iterator[tuple[_Depth, int]]:
+    def _shallow(self, kinds: list[Any], pattern: _Pattern) -> Iterator[tuple[_Depth, int]]:
         """A model with few blocks, then those with one period more of some windows, each with how
         many periods are left out of these; nothing where a shallow model is another one.
         """
