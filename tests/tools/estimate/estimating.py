@@ -12,6 +12,7 @@ import gloo_peaks
 import measured_peaks
 import measured_steps
 import published_runs
+import published_tables
 from measured_tables import DATA, hardware, playbook, stack, vtrain
 
 from planc.tools.estimate.step_time import step_time
@@ -185,6 +186,7 @@ def main():
     measured_peaks.judge()
     gloo_peaks.judge()
     published_runs.judge()
+    published_tables.judge()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,58 @@
+"""Rows of published tables beside the estimate; `make estimate` has all of them."""
+
+import pytest
+from published_tables import LEFT_OUT, automodel, bridge, estimated, foundry, published
+
+ROWS = published([*bridge(), *automodel(), *foundry()])
+
+
+def row_of(**fields):
+    [row] = [r for r in ROWS if all(getattr(r, key) == value for key, value in fields.items())]
+    return row
+
+
+def error(row):
+    """The relative error of the tokens a second."""
+    return estimated(row).time.tokens_per_second / row.tokens - 1
+
+
+def test_each_configuration_has_its_newest_release():
+    configurations = [row.configuration for row in ROWS]
+    assert len({*configurations}) == len(configurations) > 100
+    qwen = [row for row in ROWS if row.name == "Qwen3_30B_a3B"]
+    assert sorted((row.release, row.settings) for row in qwen) == [
+        ("26.02.01", ("pp=2", "ep=8")),
+        ("26.06", ("ep=16",)),
+    ]
+
+
+def test_rows_that_are_left_out_are_named():
+    assert not [row for row in ROWS if any(name in row.name for name in LEFT_OUT)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "bound"),
+    [
+        ({"name": "gpt-oss-20b"}, 0.08),
+        ({"name": "Qwen3_30B_a3B", "gpus": 16, "settings": ("ep=16",)}, 0.12),
+        ({"name": "7b", "gpus": 128, "hardware": "h100-8x", "length": 2048}, 0.10),
+    ],
+    ids=["automodel", "megatron-bridge", "llm-foundry"],
+)
+def test_a_row_of_each_table(fields, bound):
+    assert abs(error(row_of(**fields))) < bound
+
+
+def test_the_decline_of_fsdp_with_nodes():
+    """From 16 to 64 nodes, within 4 points of the published one."""
+    few, many = (
+        row_of(name="7b", gpus=gpus, hardware="h100-8x", length=2048) for gpus in (128, 512)
+    )
+    declines = [
+        rate(many) / rate(few)
+        for rate in (
+            lambda row: row.tokens,
+            lambda row: estimated(row).time.tokens_per_second,
+        )
+    ]
+    assert declines[0] == pytest.approx(declines[1], abs=0.04)
