@@ -17,6 +17,7 @@ KINDS = ("tp_plan", "ep_plan", "fsdp_plan", "pp_plan")
 """The plans of a type: tensor, expert and data parallelism, and pipeline stages at inference."""
 REPAIRED = ("tp_plan", "ep_plan")
 """The plans whose rules are changed; an FSDP or pipeline plan only lists modules."""
+_HELP = "name another type; `planc list models` has models, not types"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,7 @@ def audit(
     """Yields the verdict on each plan of each type; a plan that a type lacks has none.
 
     Args:
-        sink: receives PL764 to PL766.
+        sink: receives PL764 to PL766, and PL600 for a type that transformers lacks.
         kinds: words of KINDS.
         repaired: the kinds for which the changes that make a plan right are searched.
     """
@@ -82,15 +83,15 @@ def audit_model(
 
 
 def _audited_model(name: str, sink: Sink) -> "AuditedModel | None":
-    """The proxy model of a type, or None after PL766."""
+    """The proxy model of a type, or None after PL600 or PL766."""
     from planc.model.load import load_values
     from planc.model.sources.default_configs import default_config, model_types
     from planc.proof.small_case import small_model
     from planc.tools.audit.apply import AuditedModel
 
     if name not in (known := model_types()):
-        message = f"{name} is not judged: transformers has no such type"
-        sink.warning("PL766", message, help=did_you_mean(name, known))
+        message = f"transformers has no model type '{name}'"
+        sink.error("PL600", message, help=did_you_mean(name, known, _HELP))
         return None
     quiet = Sink()
     try:
@@ -101,8 +102,7 @@ def _audited_model(name: str, sink: Sink) -> "AuditedModel | None":
         reason = small
     except Exception as error:  # of transformers' code, for its own default configuration
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-    help = "name another type; `planc list models` has models, not types"
-    sink.warning("PL766", f"{name} is not judged: {reason}", help=help)
+    sink.warning("PL766", f"{name} is not judged: {reason}", help=_HELP)
     return None
 
 

@@ -116,11 +116,15 @@ def test_a_type_without_a_language_model_is_not_judged():
     assert not list(audit(["clip"], sink)) and [d.code for d in sink] == ["PL766"]
 
 
-def test_a_misspelled_type_is_not_judged():
-    sink = Sink()
-    assert not list(audit(["lama"], sink))
-    [finding] = sink
-    assert finding.code == "PL766" and finding.help.startswith("did you mean `llama`")
+@pytest.mark.parametrize(
+    ("name", "help"), [("lama", "did you mean `llama`"), ("#", "name another type")]
+)
+def test_a_misspelled_type_is_an_error(name, help):
+    code, text, _ = call("audit", "transformers", name, "--format", "json")
+    [finding] = json.loads(text)["diagnostics"]
+    assert code == 2 and finding["code"] == "PL600"
+    assert finding["message"] == f"transformers has no model type '{name}'"
+    assert finding["help"].startswith(help)
 
 
 def test_styles_have_a_meaning_and_a_place():
