@@ -32,6 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from updates import UPDATES, traffic
 
 import planc
+from planc.runtime.safeguards.changes import ModelChanges
 from planc.runtime.safeguards.inputs import SameRows
 
 RANKS = 4
@@ -107,23 +108,36 @@ def timed(ways, repeat):
 
 
 def rows(repeat):
-    """Median seconds of a step, and of those in which the tensor ranks compare what they read."""
+    """Median seconds of a step, and of those in which the tensor ranks compare what they read, and
+    in which a rank compares its model with that of `apply`: the median of their shares of a step.
+    """
     (model, optimizer), tokens = build("planc", width=256), tokens_of_a_step()
-    seconds, compare = {"planc": [], "rows": []}, SameRows.before
+    seconds = {"planc": [], "rows": [], "changes": []}
 
-    def before(self, leaves):
-        start = time.perf_counter()
-        compare(self, leaves)
-        seconds["rows"].append(time.perf_counter() - start)
+    def noting(name, function):
+        def call(*args):
+            start = time.perf_counter()
+            function(*args)
+            seconds[name].append(time.perf_counter() - start)
 
-    with mock.patch.object(SameRows, "before", before):
+        return call
+
+    with (
+        mock.patch.object(SameRows, "before", noting("rows", SameRows.before)),
+        mock.patch.object(ModelChanges, "require", noting("changes", ModelChanges.require)),
+    ):
         for _ in range(repeat + 3):
             distributed.barrier()
             start = time.perf_counter()
             step(model, optimizer, tokens)
             seconds["planc"].append(time.perf_counter() - start)
-    # the first two are compared at once
-    return {name: statistics.median(values[3:]) for name, values in seconds.items()}
+    whole = seconds["planc"][3:]  # rows of the first two are compared at once
+    assert all(len(values) == repeat + 3 for values in seconds.values())  # once in each step
+    found = {"planc": statistics.median(whole)}
+    for name in ("rows", "changes"):
+        shares = (part / step for part, step in zip(seconds[name][3:], whole, strict=True))
+        found[name] = found["planc"] * statistics.median(shares)
+    return found
 
 
 def memory(way):
