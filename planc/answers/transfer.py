@@ -18,7 +18,7 @@ from planc.tools.estimate.profiles import Hardware
 from planc.tools.estimate.profiles import hardware as hardware_profile
 from planc.tools.transfer import document
 from planc.tools.transfer.held import NotSlicesError, training_side
-from planc.tools.transfer.table import TransferTable, table_of
+from planc.tools.transfer.table import BUCKET, TransferTable, table_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from planc.runtime.sends_weights import Planner
     from planc.runtime.transfer import EngineWeights
 
-BUCKET = 1 << 30
 _SERVE = "serve."
 
 

@@ -4,9 +4,10 @@ import argparse
 import json
 import sys
 
-from planc.answers.transfer import BUCKET, split_settings, transfer_of
+from planc.answers.transfer import split_settings, transfer_of
 from planc.commands import output, shared_arguments, terminal
 from planc.diagnostics.diagnostic import Sink
+from planc.tools.transfer.table import BUCKET
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         type=shared_arguments.memory_size,
         default=BUCKET,
-        help="what a rank sends or receives at once (default 1GiB)",
+        help="what a rank sends or receives at once (default 256MiB)",
     )
     parser.add_argument("--hardware", metavar="NAME", default="h100-8x", help="a profile of links")
     parser.add_argument("--format", choices=("text", "json"), default="text")

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from planc.diagnostics.notebook import InNotebooks
 from planc.runtime.preconditions import stop
+from planc.tools.transfer.table import BUCKET
 
 if TYPE_CHECKING:
     from planc.runtime.transfer import TransferPlan, WeightTransfer
 
-BUCKET = 256 << 20
 SECONDS = 300.0
 
 Planner = Callable[[str, Sequence[str], int | None, bool], "TransferPlan"]
