@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from planc.answers.target import Overrides, compile_for, settings_of
 from planc.compiler import Compiled, compile, read
 from planc.diagnostics.diagnostic import Diagnostic, PlanError, Sink
-from planc.ir.patches import TransferSide
+from planc.ir.patches import HeldPatch, TransferSide
 from planc.ir.serving import engine_side, serving_of
 from planc.model.cache import require_torch
 from planc.model.hub_tensors import UnknownHubError
 from planc.tools.estimate.profiles import Hardware
 from planc.tools.estimate.profiles import hardware as hardware_profile
 from planc.tools.transfer import document
-from planc.tools.transfer.held import NotSlicesError, training_side
+from planc.tools.transfer.held import NotSlicesError, full_tensors, training_side
 from planc.tools.transfer.table import BUCKET, TransferTable, table_of
 
 if TYPE_CHECKING:
@@ -178,7 +178,8 @@ def _sides_of(
 
 
 def planner_of(compiled: Compiled) -> Planner:
-    """Computes transfers from a run of a compiled plan."""
+    """Computes what is sent from a run of a compiled plan."""
+    from planc.runtime.sends_weights import Planner
     from planc.runtime.transfer import TransferPlan
 
     def plan(serve: str, settings: Sequence[str], size: int | None, shared: bool) -> TransferPlan:
@@ -191,7 +192,13 @@ def planner_of(compiled: Compiled) -> Planner:
         table = table_of(source, target, same)
         return TransferPlan(table=table, sources=source, targets=target, fp8=fp8)
 
-    return plan
+    def tensors() -> tuple[HeldPatch, ...]:
+        side = _side(compiled, sink := Sink())
+        if side is None or compiled.facts is None:
+            raise PlanError(sink)
+        return full_tensors(side, compiled.facts)
+
+    return Planner(transfer=plan, full_tensors=tensors)
 
 
 def _side(

@@ -1,31 +1,46 @@
-"""The method of a run that sends weights to a serving engine; what sends is imported when asked."""
+"""The methods of a run that give its weights to a serving engine; imported when asked."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from planc.diagnostics.diagnostic import PlanError
 from planc.diagnostics.notebook import InNotebooks
+from planc.ir.patches import HeldPatch
 from planc.runtime.preconditions import stop
 from planc.tools.transfer.table import BUCKET
 
 if TYPE_CHECKING:
     from planc.runtime.transfer import TransferPlan, WeightTransfer
+    from planc.runtime.weight_source import WeightSource
 
 SECONDS = 300.0
 
-Planner = Callable[[str, Sequence[str], int | None, bool], "TransferPlan"]
-"""Computes a transfer to the ranks of a plan, by its name, its settings and world size, and whether
-its ranks are those of the run.
-"""
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Computes what a run sends, from the lines of its plan.
+
+    Args:
+        transfer: to the ranks of a plan, by its name, its settings and world size, and whether its
+            ranks are those of the run.
+        full_tensors: the tensors of the files as blocks of the full tensors of the model.
+    """
+
+    transfer: Callable[[str, Sequence[str], int | None, bool], "TransferPlan"]
+    full_tensors: Callable[[], Sequence[HeldPatch]]
+
+
 PLANNERS: WeakKeyDictionary[nn.Module, Planner] = WeakKeyDictionary()
 """By the model that a plan was applied to."""
 
 
 class SendsWeights(InNotebooks):
-    """The method of a run that sends weights to an engine."""
+    """The methods of a run that give its weights to an engine."""
 
     __slots__ = ()
     model: nn.Module
@@ -69,17 +84,44 @@ class SendsWeights(InNotebooks):
                 slices that ranks hold are not known; PL697, the sides do not fit each other, and
                 nothing was sent; PL698, a process did not join.
         """
-        if self.model not in PLANNERS:
-            text = "a lowered plan has no lines that say which slices ranks hold"
-            raise stop("PL695", text, help="apply the plan by its name")
+        planner = self._planner()
         from planc.runtime.transfer import start_transfer
 
         return start_transfer(
             self.model,
-            PLANNERS[self.model](os.fspath(plan), tuple(overrides), world_size, address is None),
+            planner.transfer(os.fspath(plan), tuple(overrides), world_size, address is None),
             address=address,
             bucket=bucket,
             seconds=seconds,
             adapters=adapters,
             tensors=tensors,
         )
+
+    def weight_source(
+        self, *, adapters: Literal["merged", "left_out"] | None = None
+    ) -> "WeightSource":
+        """The weights as tensors of the model's files, by the methods of vLLM's `WeightSource`.
+
+        Each rank yields the full tensors of its own stage, gathered over their own meshes.
+
+        Args:
+            adapters: `merged`, or `left_out`; as for `export`.
+
+        Raises:
+            PlanError: PL189, PL686, adapters or 4-bit weights that cannot be sent; PL695, the
+                slices that ranks hold are not known.
+        """
+        planner = self._planner()
+        from planc.runtime.weight_source import WeightSource
+        from planc.runtime.weights.peft_files import merge_findings
+
+        if found := merge_findings(self.model, adapters):
+            raise PlanError(found)
+        merged = adapters == "merged"
+        return WeightSource(self.model, planner.full_tensors(), merged=merged)
+
+    def _planner(self) -> Planner:
+        if self.model not in PLANNERS:
+            text = "a lowered plan has no lines that say which slices ranks hold"
+            raise stop("PL695", text, help="apply the plan by its name")
+        return PLANNERS[self.model]

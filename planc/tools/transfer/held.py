@@ -58,6 +58,39 @@ def training_side(
     return TransferSide(size=plan.mesh.world_size, held=tuple(held), tensors=tuple(tensors))
 
 
+def full_tensors(side: TransferSide, facts: Facts) -> tuple[HeldPatch, ...]:
+    """The tensors of a model's files as blocks of the model's full tensors, in the model's order.
+
+    Args:
+        side: the training side, whose ranks hold shards of the tensors.
+        facts: the model, without adapters.
+    """
+    owners: dict[tuple[str, Index], tuple[set[int], str]] = {}
+    for tensor in side.tensors:
+        for index in tensor.indices:
+            owners.setdefault((tensor.key, index), (set(), tensor.dtype))[0].update(tensor.ranks)
+    found = list[HeldPatch]()
+    for weight in hub_tensors(facts):
+        key, box = _key(weight), tuple((0, size) for size in weight.shape)
+        for index in indices_of(weight.modules):
+            ranks, dtype = owners[key, index]
+            for piece in weight.pieces:
+                patch = _patch(piece, key, box, box)
+                assert patch is not None
+                held = HeldPatch(
+                    patch=patch, indices=(index,), ranks=tuple(sorted(ranks)), dtype=dtype
+                )
+                found.append(held)
+    return tuple(found)
+
+
+def _key(weight: HubWeight) -> str:
+    """The name of a tensor of the model, with `{}` for the indices of layers."""
+    parts = weight.modules.path
+    path = ("{}" if not isinstance(s, str) or s.isdecimal() else s for s in parts)
+    return ".".join((*path, weight.name))
+
+
 @dataclass(frozen=True, slots=True)
 class _Cut:
     """A dim that ranks divide: the axes, the dim, and the sizes of its packed parts."""
@@ -130,9 +163,7 @@ class _Shards:
 
     @property
     def _key(self) -> str:
-        parts = self.weight.modules.path
-        path = ("{}" if not isinstance(s, str) or s.isdecimal() else s for s in parts)
-        return ".".join((*path, self.weight.name))
+        return _key(self.weight)
 
     @property
     def _indices(self) -> tuple[Index, ...]:

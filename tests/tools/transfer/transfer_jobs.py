@@ -1,5 +1,7 @@
 """Training runs on processes, whose weights an engine in the test's process gets."""
 
+from dataclasses import astuple
+
 import torch
 from torch import distributed
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -103,3 +105,15 @@ def to_plan(config, sets, folder, address):
     transfer.publish()
     run.export(f"{folder}/0")
     transfer.close()
+
+
+def full_weights(config, sets, folder, plan=None, adapters=None):
+    """The metadata of a weight source, and the tensors that this rank yields twice."""
+    run = started(config, sets, plan)
+    source = run.weight_source(adapters=adapters)
+    found = []
+    for time in range(2):
+        found.append({name: tensor.clone() for name, tensor in source.iter_full()})
+        run.export(f"{folder}/{time}", adapters=adapters)
+        change(run)
+    return [astuple(meta) for meta in source.metadata], found
