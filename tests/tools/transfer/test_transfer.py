@@ -123,9 +123,11 @@ def test_separate_processes(four, tmp_path, case):
     assert "pp" in case or max(sent) < 1.2 * min(sent)  # one stage has the embedding
 
 
-def test_adapters_are_merged_on_the_way(four, tmp_path):
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_are_merged_on_the_way(four, tmp_path, dora):
     sizes = {"tp": 2, "kv": 4}
-    (tmp_path / "tuned.plan").write_text(ADAPTED)
+    tuned = ADAPTED.replace("init = random", "init = random, dora = true") if dora else ADAPTED
+    (tmp_path / "tuned.plan").write_text(tuned)
     plan, address = written(tmp_path, LLAMA, sizes), free_address()
     engine = Engine(address, 2, received(2))
     four.run(
