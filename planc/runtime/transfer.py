@@ -92,12 +92,17 @@ def _exchange(
     values: Callable[[Iterable[str]], Values],
     targets: Mapping[str, Tensor],
 ) -> None:
-    """One transfer; complete only after all processes say that theirs is."""
+    """One transfer; complete only after all processes say that theirs is.
+
+    Raises:
+        PlanError: PL698, a process stopped: the first error of all processes.
+    """
     try:
         exchange(side.channel, side.roles, values, targets)
         side.channel.agree("done", about="before the transfer was complete")
-    except PlanError:
-        side.channel.close()  # else those that wait for this process wait for long
+    except BaseException as error:
+        if (first := side.channel.leave(error)) is not None:
+            raise first from None
         raise
 
 

@@ -1,20 +1,32 @@
 """The messages of a transfer: blocks packed as bytes, in buckets of one message for each pair."""
 
+import json
+import threading
+import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
 
+from planc.diagnostics.diagnostic import PlanError
 from planc.ir.patches import Box, Patch
 from planc.runtime.preconditions import stop
 from planc.tools.transfer.table import FlowPart, TransferTable, buckets
 
 Values = Callable[[str], Tensor]
+ERRORS = "errors"
+"""The key of the errors of processes."""
+ANSWER_SECONDS = 2.0
+HELP = (
+    "restart it, join with a new `run.transfer`, and publish; until then the engine's weights are "
+    "incomplete"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +96,7 @@ class Channel:
             self.group: Any = distributed.ProcessGroupGloo(self.store, self.process, size, limit)
         except RuntimeError as error:
             raise process_lost("another process", "it did not join the transfer", error) from None
-        self.rounds = 0
+        self.rounds = self.bucket_number = 0
 
     @cached_property
     def bucket_parts(self) -> list[list[FlowPart]]:
@@ -95,38 +107,119 @@ class Channel:
         """The texts of all processes, in order; a collective without messages between them.
 
         Raises:
-            PlanError: PL698, a process does not answer.
+            PlanError: PL698, a process does not answer, or has left after an error.
         """
         self.rounds += 1
-        keys = [f"{self.rounds}/{process}" for process in range(len(self.names))]
+        self.bucket_number = len(self.bucket_parts)
+        return call_within(
+            self.seconds + ANSWER_SECONDS,
+            lambda: self._agree(f"{self.rounds}", text, about),
+            lambda: process_lost(self.names[0], about, "its store does not answer"),
+        )
+
+    def _agree(self, prefix: str, text: str, about: str) -> list[str]:
+        keys = [f"{prefix}/{process}" for process in range(len(self.names))]
+        found, end = list[str](), time.monotonic() + self.seconds
         try:
             self.store.set(keys[self.process], text)
-        except RuntimeError as error:
-            raise process_lost(self.names[0], about, error) from None
-        found = []
-        for process, key in enumerate(keys):
-            try:
-                self.store.wait([key], timedelta(seconds=self.seconds))
+            for key in keys:
+                while not self._wait(key, end):
+                    if self.store.check([ERRORS]):
+                        raise stop("PL698", self._first_error(), help=HELP)
                 found.append(self.store.get(key).decode())
-            except RuntimeError as error:
-                raise process_lost(self.names[process], about, error) from None
+        except RuntimeError as error:
+            gone = isinstance(error, distributed.DistNetworkError)  # the store is that of process 0
+            raise process_lost(self.names[0 if gone else len(found)], about, error) from None
         return found
+
+    def _wait(self, key: str, end: float) -> bool:
+        """Waits for a key, for a short time until a limit is over; whether it is there."""
+        left = end - time.monotonic()
+        try:
+            self.store.wait([key], timedelta(seconds=min(max(left, 0.001), ANSWER_SECONDS)))
+        except distributed.DistStoreError:
+            if left <= ANSWER_SECONDS:
+                raise
+            return False
+        return True
+
+    def leave(self, error: BaseException) -> PlanError | None:
+        """Leaves after an error, and tells the others.
+
+        Returns:
+            If a process was lost, the first error of all processes. The others would name a
+            process that has left after an error, instead of the one that stopped.
+        """
+        text, lost = f"{self.names[self.process]} stopped: {error!r}", False
+        if isinstance(error, PlanError) and error.diagnostics[0].code == "PL698":
+            text, lost = error.diagnostics[0].message, True
+
+        def first_error() -> str:
+            self.store.append(ERRORS, json.dumps([self.bucket_number, text]) + "\n")
+            time.sleep(ANSWER_SECONDS / 2)  # others may run into their time limit at this moment
+            return self._first_error()
+
+        try:
+            text = call_within(2 * ANSWER_SECONDS, first_error, lambda: RuntimeError("late"))
+        except RuntimeError:
+            if not text.startswith(self.names[0]):
+                text = f"{self.names[0]} stopped, whose store does not answer ({text})"
+        traceback.clear_frames(error.__traceback__)  # they refer to the group
+        self.close()
+        if self.process == 0:
+            self._keep_store()
+        return stop("PL698", text, help=HELP) if lost else None
+
+    def _first_error(self) -> str:
+        """The error in the first bucket: later ones follow from it."""
+        return str(min(self._errors(), key=lambda error: error[0])[1])
+
+    def _errors(self) -> list[tuple[int, str]]:
+        """The bucket and the text of each error."""
+        return [json.loads(line) for line in self.store.get(ERRORS).decode().splitlines()]
+
+    def _keep_store(self) -> None:
+        """Lets the others read the errors, before this process may end with its store."""
+        end = time.monotonic() + 2 * ANSWER_SECONDS
+        while len(self._errors()) < len(self.names) - 1 and time.monotonic() < end:
+            time.sleep(0.05)
+        time.sleep(ANSWER_SECONDS)
 
     def close(self) -> None:
         """Ends the group, so that others that wait for this process see that it has gone."""
         self.group = None
 
 
-def process_lost(who: str, about: str, error: BaseException) -> Exception:
+T = TypeVar("T")
+
+
+def call_within(seconds: float, call: Callable[[], T], late: Callable[[], BaseException]) -> T:
+    """The result of a call that may never return, as to a store whose process is stopped.
+
+    Raises:
+        BaseException: that of the call, or of `late` if it does not return in time.
+    """
+    results, errors = list[T](), list[BaseException]()
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if results:
+        return results[0]
+    raise errors[0] if errors else late()
+
+
+def process_lost(who: str, about: str, error: object) -> PlanError:
     """The error for a process that stopped in the middle."""
     reason = str(error).strip().partition("\n")[0]
     where = f" {about}" if about else ""
-    return stop(
-        "PL698",
-        f"{who} stopped{where}: {reason[:200]}",
-        help="restart it, join with a new `run.transfer`, and publish; until then the engine's "
-        "weights are incomplete",
-    )
+    return stop("PL698", f"{who} stopped{where}: {reason[:200]}", help=HELP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +249,7 @@ def exchange(
         PlanError: PL698, another process stopped.
     """
     for number, bucket in enumerate(channel.bucket_parts):
+        channel.bucket_number = number
         outgoing, incoming, local = _messages(bucket, roles)
         value = values(dict.fromkeys(_sources(bucket)))
         for block in local:
