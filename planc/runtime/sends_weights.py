@@ -55,6 +55,7 @@ class SendsWeights(InNotebooks):
         adapters: Literal["merged", "left_out"] | None = None,
         bucket: int = BUCKET,
         tensors: Mapping[str, Tensor] | None = None,
+        delta: bool = False,
         seconds: float = SECONDS,
     ) -> "WeightTransfer":
         """Joins the ranks of a serving engine, which get the weights at each `publish()`.
@@ -77,6 +78,9 @@ class SendsWeights(InNotebooks):
             adapters: `merged`, or `left_out`; as for `export`.
             bucket: the bytes that a rank sends or receives at once.
             tensors: the engine's on this rank, where it has both sides; by default allocated.
+            delta: whether a publish sends only blocks of 4 KiB with a byte that changed since the
+                last one. Senders keep a copy of all that they sent, and the engine must not change
+                its tensors.
             seconds: after which a process that does not answer counts as lost.
 
         Raises:
@@ -95,6 +99,7 @@ class SendsWeights(InNotebooks):
             seconds=seconds,
             adapters=adapters,
             tensors=tensors,
+            delta=delta,
         )
 
     def weight_source(

@@ -200,6 +200,7 @@ def start_transfer(
     seconds: float,
     adapters: Literal["merged", "left_out"] | None,
     tensors: Mapping[str, Tensor] | None,
+    delta: bool,
 ) -> WeightTransfer:
     """Joins the processes of both sides; every rank of the run calls it.
 
@@ -219,12 +220,19 @@ def start_transfer(
         content = {
             **document.table_values(table),
             "bucket": bucket,
+            "delta": delta,
             "engine": [_describe(tensor) for tensor in planned.targets.tensors],
         }
         store.set("table", zlib.compress(json.dumps(content).encode()))
     names = _process_names(table, shared=shared)
     channel = Channel(
-        store=store, process=rank, names=names, seconds=seconds, table=table, bucket=bucket
+        store=store,
+        process=rank,
+        names=names,
+        seconds=seconds,
+        table=table,
+        bucket=bucket,
+        delta=delta,
     )
     roles = _roles(table, shared=shared, source=rank, target=rank if shared else None)
     wrong = _local_faults(model, planned.sources.tensors_of(rank))
@@ -263,6 +271,7 @@ def join(
         seconds=seconds,
         table=table,
         bucket=content["bucket"],
+        delta=content["delta"],
     )
     tensors = _allocate(own) if tensors is None else tensors
     _agree(channel, document.digest(table), _engine_faults(tensors, own))

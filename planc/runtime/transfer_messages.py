@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
+from torch.nn import functional
 
 from planc.diagnostics.diagnostic import PlanError
 from planc.ir.patches import Box, Patch
@@ -20,6 +21,8 @@ from planc.runtime.preconditions import stop
 from planc.tools.transfer.table import FlowPart, TransferTable, buckets
 
 Values = Callable[[str], Tensor]
+BLOCK = 4096
+"""The bytes that are sent together if one of them changed."""
 ERRORS = "errors"
 """The key of the errors of processes."""
 ANSWER_SECONDS = 2.0
@@ -78,6 +81,8 @@ class Channel:
         seconds: after which a process that does not answer counts as lost.
         table: the blocks of all tensors.
         bucket: the bytes that a rank sends or receives at once.
+        delta: whether only blocks of bytes are sent that changed since the last transfer; senders
+            then keep a copy of all that they sent.
     """
 
     store: Any
@@ -86,6 +91,7 @@ class Channel:
     seconds: float
     table: TransferTable
     bucket: int
+    delta: bool = False
     counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
@@ -96,7 +102,8 @@ class Channel:
             self.group: Any = distributed.ProcessGroupGloo(self.store, self.process, size, limit)
         except RuntimeError as error:
             raise process_lost("another process", "it did not join the transfer", error) from None
-        self.rounds = self.bucket_number = 0
+        self.rounds = self.bucket_number = self.complete = 0
+        self.last: dict[tuple[int, int], Tensor] = {}  # by bucket and receiver
 
     @cached_property
     def bucket_parts(self) -> list[list[FlowPart]]:
@@ -255,34 +262,89 @@ def exchange(
         for block in local:
             _place(targets[block.target], block).copy_(_take(value(block.source), block))
         sent = {peer: _pack(blocks, value) for peer, blocks in outgoing.items()}
-        landing = {
-            peer: torch.empty(sum(b.nbytes for b in blocks), dtype=torch.uint8)
-            for peer, blocks in incoming.items()
-        }
-        buffers = (*sent.values(), *landing.values())
-        channel.counts.peak = max(channel.counts.peak, sum(b.nbytes for b in buffers))
-        _send(channel, number, (sent, outgoing), (landing, incoming))
+        if channel.delta and channel.complete:
+            landing = _exchange_changes(channel, (sent, outgoing), incoming, targets)
+        else:
+            landing = {peer: _empty(_size(blocks)) for peer, blocks in incoming.items()}
+            _send(channel, (sent, outgoing), (landing, incoming))
+        channel.last |= {(number, peer): flat for peer, flat in sent.items() if channel.delta}
         for peer, flat in landing.items():
             _unpack(flat, incoming[peer], targets)
-        channel.counts.bytes += sum(flat.nbytes for flat in sent.values())
-        channel.counts.messages += len(sent)
+    channel.complete += 1
 
 
 Message = tuple[Mapping[int, Tensor], Mapping[int, list[SentBlock]]]
 
 
-def _send(channel: Channel, number: int, sent: Message, landing: Message) -> None:
-    """Exchanges the buffers of a bucket with all peers."""
-    works = []
-    for (buffers, blocks), verb, start in (
+def _exchange_changes(
+    channel: Channel,
+    sent: Message,
+    incoming: Mapping[int, list[SentBlock]],
+    targets: Mapping[str, Tensor],
+) -> dict[int, Tensor]:
+    """Exchanges the blocks of bytes that changed since the last transfer, after a mask of them;
+    returns the complete messages, of which the receiver has the rest in its tensors.
+    """
+    flats, outgoing = sent
+    masks = {
+        peer: in_blocks(flat).ne(in_blocks(channel.last[channel.bucket_number, peer])).any(1)
+        for peer, flat in flats.items()
+    }
+    known = {peer: _pack_targets(blocks, targets) for peer, blocks in incoming.items()}
+    masks_in = {peer: _empty(len(in_blocks(flat))) for peer, flat in known.items()}
+    bits = {peer: mask.to(torch.uint8) for peer, mask in masks.items()}
+    _send(channel, (bits, outgoing), (masks_in, incoming))
+    changed = {
+        peer: in_blocks(flats[peer])[mask].flatten() for peer, mask in masks.items() if mask.any()
+    }
+    landing = {
+        peer: _empty(int(mask.sum()) * BLOCK) for peer, mask in masks_in.items() if mask.any()
+    }
+    _send(channel, (changed, outgoing), (landing, incoming), step=1)
+    for peer, part in landing.items():
+        blocks = in_blocks(known[peer])
+        blocks[masks_in[peer].bool()] = part.view(-1, BLOCK)
+        known[peer] = blocks.flatten()[: known[peer].numel()]
+    return known
+
+
+def in_blocks(flat: Tensor) -> Tensor:
+    """The bytes of a message as rows of `BLOCK` bytes, the last one filled with zeros."""
+    return functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+
+
+def _pack_targets(blocks: Iterable[SentBlock], targets: Mapping[str, Tensor]) -> Tensor:
+    """The bytes that a receiver got for its tensors: its dtype is that of the message, or wider."""
+    return torch.cat(
+        [
+            _place(targets[block.target], block).to(block.wire).flatten().view(torch.uint8)
+            for block in blocks
+        ]
+    )
+
+
+def _size(blocks: Iterable[SentBlock]) -> int:
+    return sum(block.nbytes for block in blocks)
+
+
+def _empty(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def _send(channel: Channel, sent: Message, landing: Message, step: int = 0) -> None:
+    """Exchanges the buffers of a bucket with all peers, in its first or second step."""
+    buffers = (*sent[0].values(), *landing[0].values())
+    channel.counts.peak = max(channel.counts.peak, sum(b.nbytes for b in buffers))
+    works, number = [], channel.bucket_number
+    for (buffers_of, blocks), verb, start in (
         (landing, "sends", channel.group.recv),
         (sent, "receives", channel.group.send),
     ):
-        for peer in sorted(buffers):
+        for peer in sorted(buffers_of):
             first = blocks[peer][0].name
             about = f"in bucket {number}, in which it {verb} {first}"
             try:
-                works.append((peer, about, start([buffers[peer]], peer, number)))
+                works.append((peer, about, start([buffers_of[peer]], peer, 2 * number + step)))
             except RuntimeError as error:
                 raise process_lost(channel.names[peer], about, error) from None
     for peer, about, work in works:
@@ -290,6 +352,8 @@ def _send(channel: Channel, number: int, sent: Message, landing: Message) -> Non
             work.wait(timedelta(seconds=channel.seconds))
         except RuntimeError as error:
             raise process_lost(channel.names[peer], about, error) from None
+    channel.counts.bytes += sum(flat.nbytes for flat in sent[0].values())
+    channel.counts.messages += len(sent[0])
 
 
 def _messages(
@@ -349,7 +413,7 @@ def _sources(bucket: Iterable[FlowPart]) -> Iterator[str]:
 def _pack(blocks: Iterable[SentBlock], value: Values) -> Tensor:
     """The bytes of some blocks, each cast to the dtype in which it is sent."""
     every = [*blocks]
-    flat, at = torch.empty(sum(block.nbytes for block in every), dtype=torch.uint8), 0
+    flat, at = _empty(_size(every)), 0
     for block in every:
         into = flat[at : at + block.nbytes].view(block.wire)
         into.view(block.shape).copy_(_take(value(block.source), block))

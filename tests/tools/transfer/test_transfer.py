@@ -189,6 +189,31 @@ def test_fp8_in_blocks_on_the_way(four, tmp_path, config, sets, sizes, block, ad
                 assert torch.equal(tensors[f"{name}_scale_inv"], wanted), name
 
 
+@pytest.mark.parametrize("dtype", ["dtype bf16", "dtype fp32"])
+def test_only_changes_are_sent(four, tmp_path, dtype):
+    """The bits are those of the full weights; unchanged weights cost one byte for 4 KiB."""
+    sizes = {"tp": 2, "kv": 4}
+    plan, address = written(tmp_path, LLAMA, sizes, dtype), free_address()
+    engine = Engine(address, 2, received(3))
+    results = four.run(
+        "transfer_jobs.publish_changes",
+        config=LLAMA, sets=["tp=2"], serve=plan, folder=str(tmp_path), address=address,
+    )  # fmt: skip
+    engine.join()
+    assert not engine.errors, engine.errors
+    for rank, found in engine.results.items():
+        for time, tensors in enumerate(found):
+            files = load_file(tmp_path / f"{time}/model.safetensors")
+            if "bf16" in dtype:
+                assert_equal(tensors, files, rank, sizes)
+            else:
+                wanted = by_arithmetic(files, rank, **sizes)
+                assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+    full, some, none = (sum(sent) for sent in zip(*(sent for sent, _ in results), strict=True))
+    assert 0 < none < full / 1000 and none < some < full / 4
+    assert all(peak <= 2 << 16 for _, peak in results)
+
+
 def test_the_same_processes(four, tmp_path):
     """What a rank has already is not sent."""
     sizes = {"tp": 4, "kv": 2}
