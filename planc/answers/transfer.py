@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from planc.answers.target import Overrides, compile_for, settings_of
 from planc.compiler import Compiled, compile, read
 from planc.diagnostics.diagnostic import Diagnostic, PlanError, Sink
+from planc.ir.engine_layout import engine_side
 from planc.ir.patches import HeldPatch, TransferSide
-from planc.ir.serving import engine_side, serving_of
+from planc.ir.serving import serving_of
 from planc.model.cache import require_torch
 from planc.model.hub_tensors import UnknownHubError
 from planc.tools.estimate.profiles import Hardware

@@ -6,7 +6,8 @@ import torch
 
 from planc.compiler import compile
 from planc.diagnostics.diagnostic import Sink
-from planc.ir.serving import engine_side, serving_of
+from planc.ir.engine_layout import engine_side
+from planc.ir.serving import serving_of
 from planc.model.load import load_values
 from planc.syntax.plan_files import read_text
 
@@ -101,7 +102,9 @@ def fill(side, rank, files):
             block = files[patch.hub.format(*index)][tuple(slice(*r) for r in patch.box)]
             where = tuple(slice(*r) for r in patch.local)
             key = patch.key.format(*index)
-            made[key][where] = block.reshape(made[key][where].shape)
+            kept = [dim for dim in patch.dims if dim is not None]
+            place = made[key][where].squeeze([at for at, d in enumerate(patch.dims) if d is None])
+            place.permute([kept.index(dim) for dim in sorted(kept)]).copy_(block)
             written[key][where] += 1
     for name, counts in written.items():
         assert ((counts == 1) | (made[name] == 0)).all() and (counts <= 1).all(), name
@@ -128,7 +131,8 @@ def by_arithmetic(files, rank, *, tp, kv, ep=1, dp=1):
             out[f"{stem}.qkv_proj.weight"] = torch.cat([value.chunk(tp)[at], *some])
         elif match := re.fullmatch(r"(.*\.experts)\.0\.gate_proj\.weight", name):
             stem, count = match[1], sum("layers.0.mlp.experts" in n for n in files) // 3
-            mine = range(count)[group * count // ep : (group + 1) * count // ep]
+            fewest, more = divmod(count, ep)  # `determine_expert_map`: the first have one more
+            mine = range(count)[group * fewest + min(group, more) :][: fewest + (group < more)]
 
             def pieces(p, dim, stem=stem, mine=mine):
                 return [files[f"{stem}.{e}.{p}.weight"].chunk(inside, dim)[part] for e in mine]

@@ -9,5 +9,6 @@ DECLARATION = SectionDeclaration(
         ("PL692", "error", "plan", "layers that the ranks of a serving engine cannot divide"),
         ("PL693", "error", "plan", "a serving engine's layer of weights that the model lacks"),
         ("PL694", "error", "plan", "a serving engine for a model whose files are not known"),
+        ("PL699", "error", "plan", "a stack of experts that is not sent in fp8"),
     ),
 )

@@ -1,8 +1,9 @@
 """PL692 to PL694: whether an engine can have the layers of a serve section."""
 
 from planc.diagnostics.diagnostic import Sink
+from planc.ir.engine_layout import engine_side
 from planc.ir.nodes import Plan
-from planc.ir.serving import engine_side, serving_of
+from planc.ir.serving import serving_of
 from planc.model.facts import Facts
 from planc.model.hub_tensors import UnknownHubError
 

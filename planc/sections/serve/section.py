@@ -12,7 +12,7 @@ from planc.elaborate.program import Program
 from planc.elaborate.rule_conflicts import expand_conditions
 from planc.elaborate.selectors import expand_braces
 from planc.ir.mesh_axes import ENGINE_SIZES
-from planc.ir.serving import FUSED, LAYERS, ServeRule, Serving
+from planc.ir.serving import FUSED, LAYERS, STACKS, ServeRule, Serving
 from planc.ops.phrases import SHORT
 from planc.syntax import ast
 
@@ -110,32 +110,53 @@ def _rules(section: ast.Section, program: Program) -> Iterator[ServeRule]:
             unknown(call, LAYERS, "layer of an engine", program.scope)
             continue
         ends = [end for one in item.target.parts or (item.target,) for end in _ends(one, program)]
-        parts = [a.value.path for a in call.arguments if isinstance(a.value, ast.Name)]
-        if len(parts) < len(call.arguments) or bool(parts) is not (call.name in FUSED):
-            fused = call.name in FUSED
-            takes = "names the layers of the files that it fuses" if fused else "takes no argument"
-            program.sink.error("PL012", f"`{call.name}` {takes}", call.origin, help=_form(call))
-            continue
-        if call.name == "qkv" and len(parts) != 3:
-            message = "`qkv` names the layers of queries, keys and values, in this order"
-            program.sink.error("PL012", message, call.origin, help=_form(call))
+        arguments = Arguments(call, program.scope, ("transposed",) if call.name in STACKS else ())
+        transposed = call.name in STACKS and arguments.truth("transposed", default=False)
+        named = arguments.positional
+        arguments.done(positional=len(named))
+        parts = [a.value.path for a in named if isinstance(a.value, ast.Name)]
+        if not arguments.ok or not _takes(call, len(named), len(parts), program):
             continue
         yield ServeRule(
             ends=tuple(ends),
             kind=call.name,
             parts=tuple(parts),
+            transposed=transposed,
             optional=item.optional,
             override=item.override,
             origin=item.origin,
         )
 
 
+def _takes(call: ast.Call, arguments: int, names: int, program: Program) -> bool:
+    """Whether a layer has the names of layers of the files that it needs; PL012 else."""
+    wrong = "takes no argument" if arguments else ""
+    if call.name in FUSED:
+        none_needed = call.name in ("qkv", "merged") and not arguments
+        named = names == arguments > 0 or none_needed
+        wrong = "" if named else "names the layers of the files that it fuses"
+        if call.name == "qkv" and named and names not in (0, 3):
+            wrong = "names the layers of queries, keys and values, in this order"
+    elif call.name in STACKS or call.name == "renames":
+        wrong = "" if names == arguments == 1 else "names one layer of the files"
+    if wrong:
+        message = f"`{call.name}` {wrong}"
+        program.sink.error("PL012", message, call.origin, help=_form(call))
+    return not wrong
+
+
 def _form(call: ast.Call) -> str:
     """The help for the arguments of a layer."""
-    if call.name not in FUSED:
+    examples = {
+        "qkv": "q_proj, k_proj, v_proj",
+        "renames": "self_attn",
+        "experts_row": "down_proj",
+        **dict.fromkeys(("experts_merged", "experts_column"), "gate_up_proj"),
+        **dict.fromkeys(("merged", "whole", "experts"), "gate_proj, up_proj"),
+    }
+    if call.name not in examples:
         return f"write `{call.name}`"
-    parts = "q_proj, k_proj, v_proj" if call.name == "qkv" else "gate_proj, up_proj"
-    return f"write `{call.name}({parts})`, with the names of the files"
+    return f"write `{call.name}({examples[call.name]})`, with the names of the files"
 
 
 def _ends(selector: ast.Selector, program: Program) -> list[str]:

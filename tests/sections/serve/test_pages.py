@@ -9,7 +9,8 @@ import pytest
 from planc.compiler import compile_plan
 from planc.diagnostics.diagnostic import Sink
 from planc.files.resources import PLANS
-from planc.ir.serving import _EngineLayout, serving_of
+from planc.ir.engine_layout import EngineLayout
+from planc.ir.serving import serving_of
 from planc.model.config import shipped_models
 from planc.model.load import load
 from planc.model.sources.huggingface import defaults
@@ -44,7 +45,7 @@ def test_rules_are_those_of_the_engine(engine):
         done = compile_plan(model, f"serve/{engine}.plan", sink, settings=sets)
         assert not sink.has_errors, (model, [*sink])
         seen.add(done.facts.family)
-        layout = _EngineLayout(serving_of(done.plan), done.facts, sink)
+        layout = EngineLayout(serving_of(done.plan), done.facts, sink)
         read = READ[engine][done.facts.family]
         for tensor in layout.hub.values():
             found = [
@@ -78,7 +79,7 @@ def test_rules_are_those_of_transformers():
         assert not sink.has_errors, (model, [*sink])
         styles = {f"model.{name}": style for name, style in defaults(facts.family)[0].items()}
         styles["lm_head"] = "colwise_gather_output"
-        layout = _EngineLayout(serving_of(done.plan), facts, sink)
+        layout = EngineLayout(serving_of(done.plan), facts, sink)
         rules = layout.serving.rules
         for tensor in layout.hub.values():
             found = [m for n, r in enumerate(rules) if (m := layout._match(n, r, tensor))]

@@ -3,11 +3,13 @@
 import pytest
 import torch
 from console import call
+from families import FAMILIES
 from tiny_engines import (
     DENSE,
     EXPERTS,
     LLAMA,
     MIXTURE,
+    SIZES,
     by_arithmetic,
     compiled,
     files_of,
@@ -49,6 +51,93 @@ def test_uneven_experts_and_a_stack_in_another_module():
     side = side_of(MIXTURE, serve("on dp = 3, ep = 3", rules))
     name = "model.layers.1.mlp.experts.routed_experts.w13_weight"
     assert [side.tensors_of(rank)[name].shape[0] for rank in range(3)] == [3, 3, 2]
+
+
+FUSED = """
+    self_attn.qkv_proj           : qkv
+    mlp.gate_up_proj             : merged
+    self_attn.o_proj, mlp.down_proj : row
+    embed_tokens, lm_head        : vocab
+"""
+
+
+@pytest.mark.parametrize(("tp", "kv"), [(2, 4), (4, 2), (8, 1)])
+def test_files_that_have_weights_fused(tp, kv):
+    """Each part is divided, as those of files that have the parts."""
+    config = {**SIZES, "model_type": "phi3", "architectures": ["Phi3ForCausalLM"]}
+    side = side_of({**config, "num_key_value_heads": kv}, serve(f"on tp = {tp}", FUSED))
+    files, apart = files_of(side), {}
+    for name, tensor in files.items():
+        stem = name.rpartition(".")[0].rpartition(".")[0]
+        if "qkv_proj" in name:
+            sizes = [64, 8 * kv, 8 * kv]
+            parts = zip("qkv", tensor.split(sizes), strict=True)
+            apart |= {f"{stem}.{part}_proj.weight": rows for part, rows in parts}
+        elif "gate_up_proj" in name:
+            parts = zip(("gate", "up"), tensor.chunk(2), strict=True)
+            apart |= {f"{stem}.{part}_proj.weight": rows for part, rows in parts}
+        else:
+            apart[name] = tensor
+    for rank in range(tp):
+        ours, theirs = fill(side, rank, files), by_arithmetic(apart, rank, tp=tp, kv=kv)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+GPT_OSS = """
+    attn               : renames(self_attn)
+    self_attn.qkv_proj : qkv(q_proj, k_proj, v_proj)
+    self_attn.o_proj   : row
+    self_attn.sinks    : column
+    mlp.experts.routed_experts.w13_weight : experts_column(gate_up_proj, transposed = true)
+    mlp.experts.routed_experts.w13_bias   : experts_column(gate_up_proj_bias)
+    mlp.experts.routed_experts.w2_weight  : experts_row(down_proj, transposed = true)
+    mlp.experts.routed_experts.w2_bias    : experts_row(down_proj_bias)
+    embed_tokens, lm_head : vocab
+"""
+
+
+@pytest.mark.parametrize(("tp", "dp", "ep"), [(2, 1, 1), (2, 2, 2), (1, 3, 3)])
+def test_stacks_of_the_files(tp, dp, ep):
+    """By the arithmetic of `_load_weights_other` in vLLM's gpt_oss.py."""
+    config = {**FAMILIES["gpt_oss"], "architectures": ["GptOssForCausalLM"]}
+    side = side_of(config, serve(f"on tp = {tp}, dp = {dp}, ep = {ep}", GPT_OSS))
+    files, inside = files_of(side), tp * dp // ep
+    for rank in range(tp * dp):
+        group, at = divmod(rank, inside)
+        fewest, more = divmod(4, ep)
+        mine = range(4)[group * fewest + min(group, more) :][: fewest + (group < more)]
+        mine = slice(mine.start, mine.stop)
+        ours = fill(side, rank, files)
+        there, here = "model.layers.1.mlp.experts.", "model.layers.1.mlp.experts.routed_experts."
+        up, down = (files[f"{there}{name}_proj"][mine] for name in ("gate_up", "down"))
+        assert torch.equal(ours[f"{here}w13_weight"], up.chunk(inside, 2)[at].mT)
+        assert torch.equal(ours[f"{here}w2_weight"], down.chunk(inside, 1)[at].mT)
+        biases = [files[f"{there}{name}_proj_bias"][mine] for name in ("gate_up", "down")]
+        assert torch.equal(ours[f"{here}w13_bias"], biases[0].chunk(inside, 1)[at])
+        assert torch.equal(ours[f"{here}w2_bias"], biases[1] * (at == 0))
+        sinks = files["model.layers.1.self_attn.sinks"].chunk(tp)[rank % tp]
+        assert torch.equal(ours["model.layers.1.attn.sinks"], sinks)
+        assert not any("self_attn" in name for name in ours)
+
+
+def test_stacks_of_two_parts():
+    """By the arithmetic of granitemoe.py: the first half of the rows is the gate."""
+    config = {**FAMILIES["granitemoe"], "architectures": ["GraniteMoeForCausalLM"]}
+    rules = """
+    block_sparse_moe.experts.w13_weight : experts_merged(input_linear)
+    block_sparse_moe.experts.w2_weight  : experts_row(output_linear)
+    """
+    side = side_of(config, serve("on tp = 2", rules))
+    files = files_of(side)
+    stem = "model.layers.0.block_sparse_moe."
+    gate, up = files[f"{stem}input_linear.weight"].chunk(2, 1)
+    for rank in range(2):
+        ours = fill(side, rank, files)
+        wanted = torch.cat([gate.chunk(2, 1)[rank], up.chunk(2, 1)[rank]], 1)
+        assert torch.equal(ours[f"{stem}experts.w13_weight"], wanted)
+        wanted = files[f"{stem}output_linear.weight"].chunk(2, 2)[rank]
+        assert torch.equal(ours[f"{stem}experts.w2_weight"], wanted)
 
 
 def test_dtypes_and_settings():
@@ -127,8 +216,32 @@ REFUSED = {
         "mlp.gate_up_proj : merged(gate_proj, up_proj)\n",
         "PL693",
     ),
+    "no tensor of LlamaForCausalLM belongs to `self_attn.qkv_proj`": (
+        LLAMA,
+        "",
+        "self_attn.qkv_proj : qkv\n",
+        "PL693",
+    ),
+    "no tensor of LlamaForCausalLM belongs to `attention`": (
+        LLAMA,
+        "",
+        "attn : renames(attention)\n",
+        "PL693",
+    ),
     "no tensor of": (LLAMA, "", "lm_heads : vocab\n", "PL693"),
     "two rules decide lm_head.weight": (LLAMA, "", "lm_head : vocab\nlm_head : column\n", "PL102"),
+    "is a stack of experts, which is not sent in fp8": (
+        {**FAMILIES["gpt_oss"], "architectures": ["GptOssForCausalLM"]},
+        "on fp8 = 16",
+        "mlp.experts.w2_weight : experts_row(down_proj, transposed = true)\n",
+        "PL699",
+    ),
+    "rows of the experts in": (
+        {**FAMILIES["granitemoe"], "architectures": ["GraniteMoeForCausalLM"]},
+        "on tp = 5",
+        "block_sparse_moe.experts.w13_weight : experts_merged(input_linear)\n",
+        "PL692",
+    ),
     "there is no layer": (LLAMA, "", "lm_head : rows\n", "PL105"),
     "takes no argument": (LLAMA, "", "lm_head : vocab(embed_tokens)\n", "PL012"),
     "names the layers of queries": (LLAMA, "", "a.b : qkv(q_proj, k_proj)\n", "PL012"),
@@ -143,8 +256,10 @@ REFUSED = {
     ("sizes", "rules", "help"),
     [
         ("on dtype bf61", DENSE, "did you mean `bf16`?"),
-        ("", "self_attn.qkv_proj : qkv\n", "write `qkv(q_proj, k_proj, v_proj)`"),
-        ("", "mlp.gate_up_proj : merged\n", "write `merged(gate_proj, up_proj)`"),
+        ("", "self_attn.qkv_proj : qkv(q_proj)\n", "write `qkv(q_proj, k_proj, v_proj)`"),
+        ("", "mlp.gate_up_proj : merged(2)\n", "write `merged(gate_proj, up_proj)`"),
+        ("", "mlp.experts : experts_row\n", "write `experts_row(down_proj)`"),
+        ("", "attn : renames(a, b)\n", "write `renames(self_attn)`"),
         ("", "model.layers.*.mlp.down_proj : row\n", "write `self_attn.o_proj : row`"),
     ],
 )
