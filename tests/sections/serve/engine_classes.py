@@ -1,12 +1,14 @@
-"""Reads the layer classes of an engine's model files, and the weights that they fuse.
+"""Reads the layer classes of an engine's model files, and the weights that they fuse or rename.
 
 `python engine_classes.py FOLDER > engine_classes.json` runs none of these files. The folder has the
-Python files of the wheels of vLLM and SGLang: `FOLDER/vllm`, `FOLDER/sglang`. `test_pages.py`
-compares the result with the shipped pages, `plans/serve/*.plan`.
+Python files of the wheels of vLLM and SGLang: `FOLDER/vllm`, `FOLDER/sglang`. The result has the
+engines' versions, and the file and line of each layer. `test_pages.py` compares it with the shipped
+pages, `plans/serve/*.plan`.
 """
 
 import ast
 import json
+import re
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +25,14 @@ KINDS = {
     "RowParallelLinear": "row",
     "VocabParallelEmbedding": "vocab",
     "ParallelLMHead": "vocab",
+    "ReplicatedLinear": "whole",
+    "GateLinear": "whole",
+    "FusedMoE": "experts",
+    "FusedMoEFactory": "experts",
+    "MiniMaxText01RMSNormTP": "heads",
 }
+VERSION = re.compile(r"__version__ = .*'([\d.]+)'")
+RENAMES = ("orig_to_new_prefix", "orig_to_new_substr", "orig_to_new_suffix")
 TABLES = ("orig_to_new_stacked", "packed_modules_mapping", "stacked_params_mapping")
 
 
@@ -47,33 +56,53 @@ def pairs(node):
 
 
 def trees(path, seen):
-    """The syntax trees of a file and of the model files that it imports classes from."""
+    """The files, with their trees, of a family: the engine's, and those that it imports from."""
     seen.add(path)
     tree = ast.parse(path.read_text())
-    yield tree
+    yield path, tree
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
-            other = path.parent / f"{node.module.rpartition('.')[2]}.py"
-            classes = [a.name for a in node.names if a.name[0].isupper()]
-            if classes and other.exists() and other not in seen and other.stem != "utils":
-                yield from trees(other, seen)
+            names, module = (
+                [alias.name for alias in node.names],
+                node.module.partition("models.")[2],
+            )
+            module = module or ("" if node.module.endswith("models") else node.module)
+            modules = [module] if module and any(name[0].isupper() for name in names) else []
+            modules += [] if module else names
+            for one in modules:
+                other = root_of(path) / f"{one.replace('.', '/')}.py"
+                if other.exists() and other not in seen and other.stem != "utils":
+                    yield from trees(other, seen)
+
+
+def root_of(path):
+    """The folder of an engine's model files."""
+    return path.parent if path.parent.name == "models" else root_of(path.parent)
 
 
 def layers(path):
-    """(kind of a layer by its attribute, parts by the attribute of a fused layer) of a family."""
-    kinds, fused = {}, {}
-    for tree in trees(path, set()):
+    """What a family's files say: the kind and the place of a layer by its attribute, the parts by
+    the attribute of a fused layer, and renamed parts of names.
+    """
+    kinds, fused, renames = {}, {}, {}
+    for file, tree in trees(path, set()):
         for node in ast.walk(tree):
             match node:
                 case ast.Assign(targets=[ast.Attribute(attr=name)], value=ast.Call(func=cls)):
                     kind = KINDS.get(ast.unparse(cls).rpartition(".")[2])
                     if kind is not None:
-                        kinds.setdefault(name, kind)
+                        kinds.setdefault(name, [kind, f"{file.name}:{node.lineno}"])
                 case ast.keyword(arg=name, value=value) if name in TABLES:
                     add_parts(fused, value)
-                case ast.Assign(targets=[ast.Name(id=name)], value=value) if name in TABLES:
+                case ast.keyword(arg=name, value=value) if name in RENAMES and file == path:
+                    with suppress(ValueError):
+                        renames |= ast.literal_eval(value)
+                case ast.Assign(
+                    targets=[ast.Name(id=name) | ast.Attribute(attr=name)], value=value
+                ) if name in TABLES:
                     add_parts(fused, value)
-    return kinds, {name: [*parts] for name, parts in fused.items()}
+    fused = {name: [*parts] for name, parts in fused.items()}
+    return {"file": path.name, "layers": kinds, "fused": fused, "renames": renames}
 
 
 def add_parts(fused, value):
@@ -90,16 +119,20 @@ def add_parts(fused, value):
                 fused.setdefault(ends[0], {})[ends[1]] = None
 
 
+def version(root, engine):
+    return VERSION.search((root / engine / "_version.py").read_text())[1]
+
+
 if __name__ == "__main__":
-    found = {engine: {} for engine in FOLDERS}
+    root, found = Path(sys.argv[1]), {engine: {} for engine in FOLDERS}
     for model in shipped_models():
         facts = load(model, Sink())
         for engine, families in found.items():
-            path = module_file(Path(sys.argv[1]), engine, facts.name) if facts else None
+            path = module_file(root, engine, facts.name) if facts else None
             if path and facts.family not in families:
-                kinds, fused = layers(path)
-                families[facts.family] = {"file": path.name, "layers": kinds, "fused": fused}
+                families[facts.family] = layers(path)
     for engine, families in found.items():
         rows = (f"  {json.dumps(n)}: {json.dumps(families[n], sort_keys=True)}" for n in families)
-        found[engine] = f' "{engine}": {{\n' + ",\n".join(sorted(rows)) + "\n }"
+        head = f' "{engine}": {{\n  "version": "{version(root, engine)}",\n'
+        found[engine] = head + ",\n".join(sorted(rows)) + "\n }"
     print("{\n" + ",\n".join(found.values()) + "\n}")

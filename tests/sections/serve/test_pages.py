@@ -10,14 +10,20 @@ from planc.compiler import compile_plan
 from planc.diagnostics.diagnostic import Sink
 from planc.files.resources import PLANS
 from planc.ir.engine_layout import EngineLayout
-from planc.ir.serving import serving_of
+from planc.ir.serving import STACKS, serving_of
 from planc.model.config import shipped_models
 from planc.model.load import load
 from planc.model.sources.huggingface import defaults
 
 READ = json.loads((Path(__file__).parent / "engine_classes.json").read_text())
-WHOLE = re.compile(r"\.(gate|router|shared_expert_gate|q_a_proj|kv_a_proj_with_mqa)\.weight$|norm")
+WHOLE = re.compile(
+    r"\.(gate|router|shared_expert_gate|q_a_proj|kv_a_proj_with_mqa|embed_positions)\.weight$|norm"
+)
 """Tensors of two dims or more that engines hold complete, and norms."""
+PARAMETERS = {"sinks", "q_norm", "k_norm"}
+"""Heads' own parameters, divided by a loader that is no layer's: `row_parallel_weight_loader` of
+commandr.py for norms of single heads, and gpt_oss.py's own for attention sinks.
+"""
 
 
 def families(engine):
@@ -46,22 +52,31 @@ def test_rules_are_those_of_the_engine(engine):
         assert not sink.has_errors, (model, [*sink])
         seen.add(done.facts.family)
         layout = EngineLayout(serving_of(done.plan), done.facts, sink)
-        read = READ[engine][done.facts.family]
+        assert READ[engine]["version"].startswith(layout.serving.version)
+        read, stacks = READ[engine][done.facts.family], set()
+        kinds = {attribute: kind for attribute, (kind, _) in read["layers"].items()}
         for tensor in layout.hub.values():
             found = [
                 m for n, r in enumerate(layout.serving.rules) if (m := layout._match(n, r, tensor))
             ]
+            name = layout.serving.engine_name(tensor.name)
             if not found:
-                last = tensor.module.rpartition(".")[2]
-                assert read["layers"].get(last, "") == "", (model, tensor.name)
-                assert len(tensor.shape) < 2 or WHOLE.search(tensor.name), (model, tensor.name)
+                kind = kinds.get(name.split(".")[-2], "")
+                assert kind in ("", "whole"), (model, tensor.name)
+                assert len(tensor.shape) < 2 or kind or WHOLE.search(name), (model, tensor.name)
                 continue
             [(number, end, _, expert)] = found
-            rule, attribute = layout.serving.rules[number], end.rpartition(".")[2]
-            if expert is None and rule.kind != "whole":
-                assert read["layers"][attribute] == rule.kind, (model, tensor.name)
-            if rule.kind in ("qkv", "merged"):
+            rule = layout.serving.rules[number]
+            attribute = layout.serving.engine_name(end).rpartition(".")[2]
+            if expert is not None or rule.kind in STACKS:
+                stacks.add(rule.kind)
+            elif attribute in PARAMETERS:
+                assert attribute not in kinds and rule.kind == "column"
+            elif rule.kind != "whole":
+                assert kinds[attribute] == rule.kind, (model, tensor.name)
+            if rule.kind in ("qkv", "merged") and rule.parts:
                 assert read["fused"][attribute] == [*rule.parts], (model, attribute)
+        assert not stacks or engine == "sglang" or kinds["experts"] == "experts"
     assert seen == {*families(engine)}
 
 

@@ -1,13 +1,15 @@
-"""vLLM's own linear and vocabulary layers as the judge of a serve section.
+"""vLLM's own linear and vocabulary layers as the judge of all families of its page.
 
 `python -W ignore vllm_layers.py FOLDER`, where `FOLDER/vllm` has the Python files of its wheel. The
 files linear.py, vocab_parallel_embedding.py and parameter.py of its layers run as they are, on
 stand-ins for what they import, so no extension and no GPU is needed. Each rank's layers load full
-tensors by their `weight_loader`; the slices that planc derives must be equal.
+tensors by their `weight_loader`; the slices that planc derives must be equal. Experts are left out:
+their loaders do not run without vLLM's extension.
 """
 
 import importlib
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -16,8 +18,18 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
 import torch
-from tiny_engines import DENSE, LLAMA, files_of, fill, serve, side_of
+from families import FAMILIES
+from tiny_engines import LLAMA, facts_of, files_of, fill
 from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from planc.compiler import compile, read
+from planc.diagnostics.diagnostic import Sink
+from planc.files.resources import PLANS
+from planc.ir.engine_layout import EngineLayout
+from planc.ir.serving import serving_of
+from planc.model.config import integer_of
+from planc.model.config_fields import HEADS, KV_HEADS
 
 RANK = {"rank": 0, "size": 1}
 BASE = "vllm.model_executor"
@@ -55,8 +67,8 @@ def divide(one, other):
     return one // other
 
 
-def set_attributes(weight, attributes):
-    for name, value in (attributes or {}).items():
+def set_attributes(weight, weight_attrs):
+    for name, value in (weight_attrs or {}).items():
         setattr(weight, name, value)
 
 
@@ -92,58 +104,133 @@ def install(root):
     sys.modules["vllm.platforms"].current_platform = platform
 
 
-def load_by_vllm(config, files, linear, vocab):
-    """The tensors of this rank after vLLM's layers have loaded full ones."""
-    heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
-    dim, hidden, wide = config["head_dim"], config["hidden_size"], config["intermediate_size"]
-    kinds, words = {"bias": False, "params_dtype": torch.float32}, config["vocab_size"]
-    make = {
-        "qkv_proj": lambda: linear.QKVParallelLinear(hidden, dim, heads, kv, **kinds),
-        "gate_up_proj": lambda: linear.MergedColumnParallelLinear(hidden, [wide, wide], **kinds),
-        "o_proj": lambda: linear.RowParallelLinear(heads * dim, hidden, **kinds),
-        "down_proj": lambda: linear.RowParallelLinear(wide, hidden, **kinds),
-        "embed_tokens": lambda: vocab.VocabParallelEmbedding(words, hidden, torch.float32),
-        "lm_head": lambda: vocab.ParallelLMHead(words, hidden, params_dtype=torch.float32),
-    }
-    shards = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "gate_proj": 0, "up_proj": 1}
-    read = json.loads((Path(__file__).parent / "engine_classes.json").read_text())
-    fused = {p: name for name, parts in read["vllm"]["llama"]["fused"].items() for p in parts}
-    layers, out = {}, {}
-    for name, tensor in files.items():
+KINDS = ("qkv", "merged", "column", "row", "vocab")
+
+
+def make_layers(known, layout, names, files, linear, vocab):
+    """vLLM's layers of a family by their paths, and for each tensor of the files its layer and
+    shard: the classes and fused parts are those that `engine_classes.py` read.
+
+    Args:
+        names: of the files' tensors, without experts.
+    """
+    kinds = {attribute: kind for attribute, (kind, _) in known["layers"].items()}
+    fused = {p: (name, n) for name, ps in known["fused"].items() for n, p in enumerate(ps)}
+    layers, places, parts = {}, {}, {}
+    for name in names:
         path = name.rpartition(".")[0]
-        owner, _, last = path.rpartition(".")
-        kind = fused.get(last, last)
-        place = f"{owner}.{kind}" if owner else kind
-        if kind not in make:
-            out[name] = tensor.float()
+        owner, last = path.rpartition(".")[0], layout.serving.engine_name(path).rpartition(".")[2]
+        attribute, number = (last, None) if last in kinds else fused.get(last, (last, None))
+        kind = kinds.get(attribute)
+        if kind in KINDS:
+            places[name] = (f"{owner}.{attribute}".removeprefix("."), kind, number)
+            parts.setdefault(places[name][0], {}).setdefault(number, {})[name] = files[name]
+    for path, by_number in parts.items():
+        numbers = sorted(by_number, key=lambda number: number or 0)
+        some = {k: v for number in numbers for k, v in by_number[number].items()}
+        weights = [t for n, t in some.items() if n.endswith(".weight")]
+        kind = next(places[name][1] for name in some)
+        bias = any(name.endswith(".bias") for name in some)
+        layers[path] = build(kind, weights, bias, layout.facts, linear, vocab)
+    return layers, places
+
+
+def build(kind, weights, bias, facts, linear, vocab):
+    """A layer for its full weights, in the order of its parts."""
+    heads, kv = (integer_of(facts.config, *names) for names in (HEADS, KV_HEADS))
+    kv = kv or heads
+    rows, columns = weights[0].shape
+    types = {"params_dtype": torch.float32}
+    if kind == "qkv":
+        dim = rows // (heads if len(weights) > 1 else heads + 2 * kv)
+        kv = len(weights[1]) // dim if len(weights) > 1 else kv
+        return linear.QKVParallelLinear(columns, dim, heads, kv, bias=bias, **types)
+    if kind == "merged":
+        sizes = [len(w) for w in weights] if len(weights) > 1 else [rows // 2] * 2
+        return linear.MergedColumnParallelLinear(columns, sizes, bias=bias, **types)
+    if kind == "vocab":
+        made = vocab.ParallelLMHead if bias else vocab.VocabParallelEmbedding
+        return made(rows, columns, params_dtype=torch.float32, **({"bias": True} if bias else {}))
+    made = {"column": linear.ColumnParallelLinear, "row": linear.RowParallelLinear}[kind]
+    return made(columns, rows, bias=bias, **types)
+
+
+def load_by_vllm(known, layout, files, linear, vocab):
+    """The tensors of this rank after vLLM's layers have loaded full ones, with the engine's names;
+    without those of other loaders.
+    """
+    name_of, out = layout.serving.engine_name, {}
+    names = [name for name in files if not left_out(name, files[name])]
+    layers, places = make_layers(known, layout, names, files, linear, vocab)
+    for name in names:
+        if name not in places:
+            out[name_of(name)] = files[name].float()
             continue
-        layer = layers.setdefault(place, None) or make[kind]()
-        layers[place] = layer
-        shard = (shards[last],) if last in shards else ()
-        layer.weight.weight_loader(layer.weight, tensor.float(), *shard)
-        out[f"{place}.weight"] = layer.weight.data
+        path, kind, number = places[name]
+        leaf = name.rpartition(".")[2]
+        parameter = getattr(layers[path], leaf)
+        shard = () if number is None else ("qkv"[number] if kind == "qkv" else number,)
+        parameter.weight_loader(parameter, files[name].float(), *shard)
+        out[name_of(f"{path}.{leaf}")] = parameter.data
     return out
+
+
+OTHER = {"sinks", "q_a_proj", "kv_a_proj_with_mqa", "fused_qkv_a_proj"}
+
+EXPERT = re.compile(r"\.experts\.|_linear\.weight$")
+
+
+def layouts():
+    """(family, layout, files) of each family of the page, at several sizes."""
+    engine = json.loads((Path(__file__).parent / "engine_classes.json").read_text())["vllm"]
+    text = (PLANS / "serve" / "vllm.plan").read_text()
+    page = re.findall(r'"(\w+)"', text.partition("require")[2].partition("]")[0])
+    by_family = {config["model_type"]: config for config in FAMILIES.values()}
+    cases = [(LLAMA, tp, {"num_key_value_heads": kv}) for kv, tp in ((2, 4), (1, 8), (8, 8))]
+    cases += [(by_family.get(one) or {**LLAMA, "model_type": one}, 2, {}) for one in page]
+    for config, tp, more in cases:
+        family = config["model_type"]
+        model = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
+        facts, sink = facts_of({**config, **more, "architectures": [model]}), Sink()
+        done = compile(read("serve/vllm.plan", sink), facts, sink, settings=[f"tp={tp}"])
+        assert not sink.has_errors, (family, [*sink])
+        yield family, engine[family], EngineLayout(serving_of(done.plan), facts, sink)
 
 
 def main(root):
     install(root)
     linear = importlib.import_module(f"{BASE}.layers.linear")
     vocab = importlib.import_module(f"{BASE}.layers.vocab_parallel_embedding")
-    wrong = 0
-    for kv, tp, tied in ((4, 2, False), (2, 4, False), (1, 8, False), (8, 8, True)):
-        config = {**LLAMA, "num_key_value_heads": kv, "tie_word_embeddings": tied}
-        side = side_of(config, serve(f"on tp = {tp}", DENSE))
-        files = files_of(side)
+    wrong = compared = 0
+    for family, known, layout in layouts():
+        side = layout.side()
+        files, tp = files_of(side), layout.serving.tp
         for rank in range(tp):
             RANK.update(rank=rank, size=tp)
-            theirs = load_by_vllm(config, files, linear, vocab)
+            theirs = load_by_vllm(known, layout, files, linear, vocab)
             ours = {name: tensor.float() for name, tensor in fill(side, rank, files).items()}
-            same = ours.keys() == theirs.keys()
-            if not same or not all(torch.equal(ours[n], theirs[n]) for n in ours):
+            ours = {n: t for n, t in ours.items() if n in theirs or not left_out(n, t)}
+            differ = [n for n in {**ours, **theirs} if not same(ours.get(n), theirs.get(n))]
+            compared += len(theirs)
+            if differ:
                 wrong += 1
-                print(f"{kv} key-value heads, tp {tp}, rank {rank}: vLLM's loaders differ")
-        print(f"{kv} key-value heads, tp {tp}: {len(ours)} tensors a rank compared")
+                print(f"{family}, tp {tp}, rank {rank}: vLLM's loaders differ: {differ[:3]}")
+        print(f"{family}, tp {tp}: {len(theirs)} tensors a rank compared")
+    print(f"{compared} tensors compared")
     return wrong
+
+
+def left_out(name, tensor):
+    """Whether other loaders divide or concatenate a tensor: of experts, sinks, latent projections,
+    and norms of single heads.
+    """
+    parts = name.split(".")
+    norm = parts[-2] in ("q_norm", "k_norm") and tensor.dim() > 1
+    return norm or bool(EXPERT.search(name)) or not OTHER.isdisjoint(parts[-2:])
+
+
+def same(one, other):
+    return one is not None and other is not None and torch.equal(one, other)
 
 
 if __name__ == "__main__":
