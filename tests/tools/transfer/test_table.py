@@ -8,13 +8,24 @@ import jsonschema
 import pytest
 import torch
 from console import call
-from tiny_engines import DENSE, EXPERTS, LLAMA, MIXTURE, facts_of, files_of, serve, side_of
+from tiny_engines import (
+    DENSE,
+    EXPERTS,
+    LLAMA,
+    MIXTURE,
+    by_arithmetic,
+    facts_of,
+    files_of,
+    serve,
+    side_of,
+)
 
 import planc
 from planc.compiler import compile_plan
 from planc.diagnostics.diagnostic import Sink
 from planc.files.resources import GRAMMARS
 from planc.ir.patches import cover, subtract, volume
+from planc.runtime.transfer import _engine_faults
 from planc.tools.transfer.document import digest, document, table_from, traffic_of
 from planc.tools.transfer.held import training_side
 from planc.tools.transfer.table import MissingError, buckets, table_of
@@ -45,7 +56,7 @@ def run(table, sources, targets, files, most=1 << 30):
                 block = local[source, move.of.key.format(*index)][slices(move.of.part(box))]
                 key = target, move.to.key.format(*index)
                 where = slices(move.to.part(box))
-                got[key][where] = in_order(block, move.of).reshape(got[key][where].shape)
+                in_order(got[key][where], move.to).copy_(in_order(block, move.of))
                 written[key][where] += 1
     return got, written
 
@@ -174,8 +185,6 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_rule_shows_in_bits(name):
     """A table of wrong rules fills the engine with other bits, or other shapes."""
-    from tiny_engines import by_arithmetic
-
     config = MIXTURE if "experts" in name else LLAMA
     sources = training(config, 4, "tp=2")
     targets = side_of(config, serve("on tp = 2", MUTANTS[name]))
@@ -188,6 +197,74 @@ def test_a_wrong_rule_shows_in_bits(name):
             if other is None or other.shape != tensor.shape or not torch.equal(other, tensor):
                 wrong.append(key)
     assert wrong
+
+
+def with_keys_in_turn(held):
+    """The key-value heads in turn: ranks 0 and 2 have the first, instead of 0 and 1."""
+    if held.patch.hub.rpartition(".")[0].endswith(("k_proj", "v_proj")):
+        return replace(held, ranks=tuple(rank // 2 + rank % 2 * 2 for rank in held.ranks))
+    return held
+
+
+def with_experts_in_turn(held):
+    """Expert n in group n % 2, instead of n // 4."""
+    if held.patch.dims[0] is not None:
+        return held
+    number = int(held.patch.hub.partition(".experts.")[2].partition(".")[0])
+    start = (number // 2, number // 2 + 1)
+    patch = replace(held.patch, local=(start, *held.patch.local[1:]))
+    return replace(held, patch=patch, ranks=(number % 2 * 2 + held.ranks[0] % 2,))
+
+
+def without_padding(held):
+    """The 131 rows of a vocabulary halved, instead of the 192 padded ones."""
+    if "lm_head" not in held.patch.hub:
+        return held
+    start, stop = [(0, 66), (66, 131)][held.ranks[0] % 2]
+    (_, columns), (_, local) = held.patch.box, held.patch.local
+    patch = replace(held.patch, box=((start, stop), columns), local=((0, stop - start), local))
+    return replace(held, patch=patch)
+
+
+LAYOUTS = {
+    "wrong key-value head": (with_keys_in_turn, {"tp": 4, "kv": 2}),
+    "experts in turn": (with_experts_in_turn, {"tp": 2, "dp": 2, "ep": 2, "kv": 4}),
+    "a vocabulary without padding": (without_padding, {"tp": 2, "kv": 4}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_wrong_layout_shows_in_bits(name):
+    """Layouts that fill all tensors of an engine, which no comparison of shapes finds."""
+    change, sizes = LAYOUTS[name]
+    mixture = "ep" in sizes
+    config = {**(MIXTURE if mixture else LLAMA), "num_key_value_heads": sizes["kv"]}
+    sources = training(config, 4, "tp=2")
+    on = ", ".join(f"{size} = {n}" for size, n in sizes.items() if size != "kv")
+    targets = side_of(config, serve(f"on {on}", DENSE + EXPERTS * mixture))
+    files, found = files_of(sources), {}
+    for changed in (False, True):
+        held = tuple(map(change, targets.held)) if changed else targets.held
+        got, _ = run(table_of(sources, other := replace(targets, held=held)), sources, other, files)
+        found[changed] = [
+            key
+            for rank in range(targets.size)
+            for key, tensor in by_arithmetic(files, rank, **sizes).items()
+            if not torch.equal(got[rank, key], tensor)
+        ]
+    assert found[True] and not found[False]
+
+
+def test_a_forgotten_part_is_refused():
+    """A rule without `up_proj`: the engine's tensors have other names and shapes."""
+    wrong = side_of(LLAMA, serve("on tp = 2", DENSE.replace("gate_proj, up_proj", "gate_proj")))
+    right = side_of(LLAMA, serve("on tp = 2"))
+    tensors = {
+        name: torch.empty(one.shape, dtype=torch.float32)
+        for name, one in right.tensors_of(1).items()
+    }
+    assert not _engine_faults(tensors, right.tensors_of(1))
+    assert "gate_up_proj.weight is [96, 64]" in _engine_faults(tensors, wrong.tensors_of(1))
 
 
 def test_boxes():
