@@ -217,13 +217,7 @@ def start_transfer(
         raise stop("PL697", ranks, help="pass `address`, for an engine of other processes")
     store = _store(address, rank, seconds)
     if rank == 0:
-        content = {
-            **document.table_values(table),
-            "bucket": bucket,
-            "delta": delta,
-            "engine": [_describe(tensor) for tensor in planned.targets.tensors],
-        }
-        store.set("table", zlib.compress(json.dumps(content).encode()))
+        store.set("table", _encode(planned, bucket=bucket, delta=delta))
     names = _process_names(table, shared=shared)
     channel = Channel(
         store=store,
@@ -251,6 +245,17 @@ def start_transfer(
         adapters=adapters,
         engine=engine,
     )
+
+
+def _encode(planned: TransferPlan, *, bucket: int, delta: bool) -> bytes:
+    """The table, and what else the engine's processes have to know."""
+    content = {
+        **document.table_values(planned.table),
+        "bucket": bucket,
+        "delta": delta,
+        "engine": [_describe(tensor) for tensor in planned.targets.tensors],
+    }
+    return zlib.compress(json.dumps(content).encode())
 
 
 def join(
