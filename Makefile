@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(abspath $(VENV))/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test costs matrix compare wheel tag vsix quick outputs processes fp8 lint bench estimate gpu peaks mutants mutation scripts silent fuzz coverage axes audit options cluster docs pages clean
+.PHONY: help demo test costs matrix compare wheel tag vsix quick outputs processes fp8 lint bench estimate gpu peaks mutants mutation scripts silent fuzz coverage axes audit options cluster docs pages screenshots clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
@@ -150,6 +150,9 @@ pages: $(VENV)/.ready  ## write anew what is generated: the parser's table, the 
 	$(BIN)/python -m planc.diagnostics.explain > docs/diagnostics/README.md
 	$(BIN)/python tests/compat/matrix.py constraints
 	$(BIN)/python -m pytest tests/docs/test_docs.py tests/specs/test_specs.py --update
+
+screenshots: $(VENV)/.ready  ## pictures of `planc show` in docs, by chromium and chromium-driver
+	$(BIN)/python -W ignore tests/tools/show/screenshots.py
 
 clean:
 	rm -rf $(VENV) build dist docs/gallery .pytest_cache .mypy_cache .ruff_cache

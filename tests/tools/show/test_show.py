@@ -14,6 +14,7 @@ import pytest
 from console import call
 from folders import ROOT
 from helpers import compiled_of
+from screenshots import PICTURES, SCREENSHOTS, STEP, digest_in
 from torch import nn
 
 import planc
@@ -32,7 +33,6 @@ from planc.tools.show.page import Known, render
 from planc.tools.show.picture import picture
 
 LLAMA = ("llama-3.1-8b", "llama", "--world-size", "64", "--set", "tp=8")
-STEP = ("--batch", "64", "--seq", "8192", "--micro-batches", "8")
 PLANS = [
     ("llama-3.1-8b", "llama", ["tp=8"], 64),
     ("llama-3.2-1b", "llama", ["tp=2"], 8),  # tied embeddings
@@ -499,7 +499,12 @@ def test_a_script_that_is_not_the_page_s_own_does_not_run(window, page, tmp_path
     assert any("Content Security Policy" in message for message in window.console())
 
 
+@pytest.mark.parametrize("name", SCREENSHOTS)
+def test_the_pictures_of_the_docs_show_the_present_pages(name):
+    found = digest_in((PICTURES / name).read_bytes())
+    assert found == SCREENSHOTS[name].digest(), "run `make screenshots` and look at them"
+
+
 def test_the_pictures_of_the_docs_are_small():
-    folder = ROOT / "docs" / "pictures"
-    sizes = [file.stat().st_size for file in folder.glob("*.png")]
-    assert len(sizes) == 2 and max(sizes) < 150_000
+    sizes = {file.name: file.stat().st_size for file in PICTURES.glob("*.png")}
+    assert sizes.keys() == SCREENSHOTS.keys() and max(sizes.values()) < 150_000
