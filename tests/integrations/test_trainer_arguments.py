@@ -103,6 +103,48 @@ def test_batches_of_balanced_lengths_are_those_of_the_data_ranks(four):
     compared(four, train_sampling_strategy="batch_rebalance")
 
 
+UPDATE = {
+    "weight_decay": 0.1,
+    "adam_beta1": 0.8,
+    "adam_beta2": 0.9,
+    "adam_epsilon": 1e-6,
+    "lr_scheduler_type": "cosine_with_min_lr",
+    "lr_scheduler_kwargs": {"min_lr": 1e-4},
+    "warmup_steps": 1,
+    "max_steps": 3,
+}
+ROWS = {"seed": 2, "data_seed": 3, "label_names": ["labels"], "remove_unused_columns": False}
+EPOCH = {"max_steps": -1, "num_train_epochs": 0.5, "dataloader_drop_last": True}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {**UPDATE, "max_grad_norm": 0.05},
+        {**ROWS, "max_grad_norm": 0.0, "optim": "sgd", "optim_args": "momentum=0.5"},
+        {**EPOCH, "logging_nan_inf_filter": False},
+    ],
+    ids=["update", "rows", "epoch"],
+)
+@pytest.mark.slow
+def test_updates_and_rows_are_those_of_one_process(four, fields):
+    compared(four, **fields)
+
+
+@pytest.mark.parametrize("axis", [["pp=2", "microbatches=2"], ["cp=2"]], ids=str)
+def test_no_field_is_taken_with_axes_that_the_loop_does_not_serve(four, axis):
+    name = axis[0].partition("=")[0]
+    with pytest.raises(AssertionError, match=rf"this one has [^:]*\b{name}\b.*forward_backward"):
+        four.run("trainer_jobs.trained", batch=4, plan="llama", overrides=axis)
+
+
+@pytest.mark.slow
+def test_an_evaluation_in_parts_counts_each_row_once(four):
+    fields = {"eval_on_start": True, "eval_accumulation_steps": 1, "eval_delay": 1}
+    alone = {"per_device_eval_batch_size": 4}
+    compared(four, evaluates=True, alone=alone, per_device_eval_batch_size=2, **fields)
+
+
 @pytest.mark.parametrize("objects", [False, True])
 @pytest.mark.slow
 def test_an_evaluation_counts_each_row_once(four, objects):
