@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 import trl
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
 from torch import distributed
 from trainer_jobs import FP32, STEPS, forget_processes
 from transformers import (
@@ -56,6 +56,8 @@ def write_models(folder):
     for name, model in made.items():
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+        for user in ("plan", "alone"):
+            rows("DPO").save_to_disk(folder / name / user)
     return {name: str(folder / name) for name in made}
 
 
@@ -105,7 +107,9 @@ def length(completions, **_):
     return [len(text.split()) / 8 for text in completions]
 
 
-def trained(kind, folder, batch, plan=None, overrides=(), lengths=(2, 8), **fields):
+def trained(
+    kind, folder, batch, plan=None, overrides=(), lengths=(2, 8), reference=False, **fields
+):
     """(logs, weights) of two steps.
 
     Args:
@@ -114,6 +118,7 @@ def trained(kind, folder, batch, plan=None, overrides=(), lengths=(2, 8), **fiel
         batch: the rows of a data rank in a pass.
         plan: a shipped plan; None for TRL's own trainer.
         lengths: the least and the most tokens of a completion.
+        reference: whether a trainer of pairs gets a `ref_model`, the same one.
         fields: of the trainer's configuration.
     """
     trainer_class = getattr(trl, f"{kind}Trainer")
@@ -136,10 +141,15 @@ def trained(kind, folder, batch, plan=None, overrides=(), lengths=(2, 8), **fiel
         forget_processes()
         given = {**STEPS, **OFF, **(DRAWS if draws else {}), **fields}
         arguments = getattr(trl, f"{kind}Config")(runs, per_device_train_batch_size=batch, **given)
+        data = rows(kind)
+        if reference:
+            words["ref_model"] = loader.from_pretrained(folder)
+            # ranks exchange the numbers of the reference model by a file beside the rows
+            data = load_from_disk(f"{folder}/{'plan' if plan else 'alone'}")
         trainer = trainer_class(
             loader.from_pretrained(folder),
             args=arguments,
-            train_dataset=rows(kind),
+            train_dataset=data,
             processing_class=AutoTokenizer.from_pretrained(folder),
             **words,
         )
