@@ -9,8 +9,8 @@ from pathlib import Path
 from planc.commands import output, shared_arguments
 from planc.diagnostics.diagnostic import Sink
 from planc.model.load import load
-from planc.tools.suggest.suggest import Asked, suggest
-from planc.tools.suggest.suggestion_text import document, text
+from planc.tools.suggest.suggest import Asked, run_best, suggest
+from planc.tools.suggest.suggestion_text import document, run_text, text
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,15 +65,22 @@ def run(options: argparse.Namespace) -> int:
     output.show(sink, "full", sys.stderr, quiet=True)
     if made is None:
         return output.exit_code(sink)
-    plan = made.plan
-    if options.format == "json":
-        print(json.dumps(document(made), indent=2))
-        return output.write(plan, options.output) if options.output else output.CLEAN
     # a plan on standard output is not mixed with the table
     stream = sys.stderr if options.output in (None, "-") else sys.stdout
-    micro_batches = made.found.best[0].micro_batches
-    print("\n".join(text(made, command=_command(options, micro_batches))), file=stream)
-    return output.write(plan, options.output)
+    if options.format == "text":  # before a rank is run, which takes as long as the search
+        print("\n".join(text(made)), file=stream, flush=True)
+    with output.waiting("running a rank"):
+        checked = run_best(made, sink)
+    if checked is None:
+        output.show(sink, "full", sys.stderr, quiet=True)
+        return output.exit_code(sink)
+    if options.format == "json":
+        print(json.dumps(document(checked), indent=2))
+        return output.write(checked.plan, options.output) if options.output else output.CLEAN
+    command = _command(options, checked.found.best[0].micro_batches)
+    lines = *run_text(made, checked), f"its estimate in full: {command}"
+    print("", *lines, sep="\n", file=stream)
+    return output.write(checked.plan, options.output)
 
 
 def _command(options: argparse.Namespace, micro_batches: int) -> str:

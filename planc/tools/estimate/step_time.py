@@ -111,9 +111,15 @@ class Passes:
         layer: Layer,
         parts: tuple[float, float, float],
         sent: tuple[Collective, ...],
-        data: float,
+        collectives: tuple[float, float],
         passes: int,
     ) -> Spent:
+        """The seconds of a pass.
+
+        Args:
+            collectives: seconds of data-parallel ones, and of those whose groups cross nodes.
+        """
+        data, across = collectives
         stack, launch = self.stack, self.launch(layer, sent, passes)
         matmul, attention, memory = parts
         each = dict.fromkeys((self.work.tensor, self.work.context, self.work.experts), 0.0)
@@ -125,8 +131,7 @@ class Passes:
         share = {group: exposed * size / whole if whole else 0.0 for group, size in each.items()}
         computed = matmul + attention + memory + exposed
         left = max(0.0, data - stack.data_overlap * computed)
-        if self.work.data.crosses(self.hardware.ranks_per_node):
-            left += stack.data_contention * (data - left)
+        left += stack.data_contention * min(across, data - left)
         return Spent(
             matmul=matmul,
             attention=attention,
@@ -141,8 +146,9 @@ class Passes:
 
     def forward(self, layer: Layer) -> Spent:
         parts = kernels.forward(layer, self.hardware, self.stack)
-        data = self.forward_gathers(layer) * self.gather(layer)
-        return self._pass_times(layer, parts, layer.forward, data, 1)
+        gathers = self.forward_gathers(layer)
+        data, across = gathers * self.gather(layer), self.across_nodes(layer, gathers, 0)
+        return self._pass_times(layer, parts, layer.forward, (data, across), 1)
 
     def forward_gathers(self, layer: Layer) -> float:
         """The all-gathers of a layer's units in the forward pass of a micro-batch, in the mean."""
@@ -167,9 +173,10 @@ class Passes:
             memory += share * kernels.forward(layer, self.hardware, self.stack)[2]
         size = stack.parameter_passes * layer.parameters + self.copied_bytes(layer)
         memory += kernels.memory_seconds(size, 0, self.hardware)
-        data = (1 - layer.resident) * self.gather(layer)
-        data += 0.0 if work.reduced_once else self.reduce(layer)
-        return self._pass_times(layer, (matmul, attention, memory), sent, data, passes)
+        gathers, reductions = 1 - layer.resident, 0.0 if work.reduced_once else 1.0
+        data = gathers * self.gather(layer) + reductions * self.reduce(layer)
+        across = self.across_nodes(layer, gathers, reductions)
+        return self._pass_times(layer, (matmul, attention, memory), sent, (data, across), passes)
 
     def copied_bytes(self, layer: Layer) -> float:
         """Bytes that FSDP's copies of a layer's parameters and gradients move, besides its
@@ -209,25 +216,38 @@ class Passes:
         """Seconds of FSDP's all-gather before each pass of a micro-batch."""
         if self.work.sharding is not Sharding.FULL:
             return 0.0
-        width = layer.width or self.work.precision.compute
-        parts = self._parts(layer)
-        less = (layer.narrow * (width - 1), 0)  # what comes in 8 bits, of the first part
-        sent = sum(
-            self._collective(GATHER, n * width - narrow, shard)
-            for (n, shard, _), narrow in zip(parts, less, strict=False)
-        )
-        return sent + self.offload_seconds(layer)
+        return sum(seconds for _, seconds in self._gathers(layer)) + self.offload_seconds(layer)
 
     def reduce(self, layer: Layer) -> float:
         """Seconds of FSDP's reduce-scatter after a backward, and the all-reduce over replicas."""
         if self.work.sharding is not Sharding.FULL:
             return 0.0
-        seconds = 0.0
+        return sum(seconds for _, seconds in self._reductions(layer)) + self.offload_seconds(layer)
+
+    def _gathers(self, layer: Layer) -> Iterator[tuple[Group, float]]:
+        """Seconds of each all-gather of a layer's units, with its group."""
+        width = layer.width or self.work.precision.compute
+        less = (layer.narrow * (width - 1), 0)  # what comes in 8 bits, of the first part
+        for (elements, shard, _), narrow in zip(self._parts(layer), less, strict=False):
+            yield shard, self._collective(GATHER, elements * width - narrow, shard)
+
+    def _reductions(self, layer: Layer) -> Iterator[tuple[Group, float]]:
+        """Seconds of each reduction of a layer's gradients, with its group."""
         for elements, shard, replicate in self._parts(layer):
             size = elements * self.work.precision.reduce
-            seconds += self._collective(SCATTER, size, shard)
-            seconds += self._collective(REDUCE, size / shard.size, replicate)
-        return seconds + self.offload_seconds(layer)
+            yield shard, self._collective(SCATTER, size, shard)
+            yield replicate, self._collective(REDUCE, size / shard.size, replicate)
+
+    def across_nodes(self, layer: Layer, gathers: float, reductions: float) -> float:
+        """Seconds of FSDP's collectives of a layer whose groups cross nodes."""
+        if self.work.sharding is not Sharding.FULL:
+            return 0.0
+        every = (
+            *((group, gathers * seconds) for group, seconds in self._gathers(layer)),
+            *((group, reductions * seconds) for group, seconds in self._reductions(layer)),
+        )
+        nodes = self.hardware.ranks_per_node
+        return sum(seconds for group, seconds in every if group.crosses(nodes))
 
     def offload_seconds(self, layer: Layer) -> float:
         """Seconds to copy a layer's shards from the host's memory, or their gradients to it."""

@@ -15,6 +15,7 @@ from itertools import islice
 from math import inf
 
 from planc.ops.base import AxisRole
+from planc.tools.estimate.memory import GIB
 from planc.tools.suggest.candidates import Candidate, Candidates, Tally
 from planc.tools.suggest.choice import FASTEST, LEANEST, Choice, Sizes
 
@@ -37,6 +38,11 @@ budget."""
 
 NAMED = 10
 """The number of plans that are named in the end."""
+
+EQUAL, ROOM = 0.01, 0.95
+"""The relative difference of times that an estimate cannot tell apart, and the share of usable
+memory up to which a plan has slack: of equal plans the fastest with slack is better, and without
+one the leanest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +82,10 @@ def search(
         candidates, best_meshes, _in_full, lambda done: progress(len(meshes) + done, total)
     )
     order = sorted(ranked.values(), key=lambda c: (c.seconds, len(space.text(c.choice))))
-    best = sorted(islice(_select_named(candidates, order), NAMED), key=lambda c: c.seconds)
+    best = by_slack(islice(_select_named(candidates, order), NAMED))
     for refined in (candidates.balance_stages, *((candidates.with_budget,) if budgets else ())):
         more = filter(None, map(refined, best[:REFINED]))
-        best = sorted((*best, *more), key=lambda c: c.seconds)[:NAMED]
+        best = by_slack((*best, *more))[:NAMED]
     costs = {
         condition: next(_select_named(candidates, order, frozenset({condition})), None)
         for condition in space.requires
@@ -91,6 +97,17 @@ def search(
         costs=costs,
         apart=_alternative(candidates, best[0], order) if best else None,
     )
+
+
+def by_slack(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Candidates by time; of those whose times cannot be told apart the ones with slack first."""
+    left, order = sorted(candidates, key=lambda c: c.seconds), list[Candidate]()
+    while left:
+        equal = [c for c in left if c.seconds <= left[0].seconds * (1 + EQUAL)]
+        slack = (c for c in equal if c.peak * GIB <= ROOM * c.estimate.usable)
+        order.append(next(slack, None) or min(equal, key=lambda c: c.peak))
+        left.remove(order[-1])
+    return order
 
 
 def _search_meshes(

@@ -67,6 +67,7 @@ class Asked:
 class Suggestion:
     """
     Args:
+        candidates: that were searched.
         experts: whether a plan can divide experts among ranks.
         coarser: the best plan with gradients reduced in 16 bits, if its own are reduced in 32.
         masters: whether it is assumed that the optimizer steps fp32.
@@ -77,6 +78,7 @@ class Suggestion:
     base: str
     hardware: profiles.Hardware
     stack: profiles.Stack
+    candidates: Candidates
     found: Found
     coarser: Candidate | None = None
     masters: bool = False
@@ -130,8 +132,6 @@ def suggest(
         micro_batches=asked.micro_batches,
     )
     found = search(candidates, progress, budgets=asked.budgets)
-    if asked.run:
-        found = replace(found, best=tuple(run_first(candidates, found.best, request)))
     coarser = _coarser(candidates, found.best[0]) if found.best else None
     if not found.best:
         _nothing(found.tally, sink)
@@ -142,11 +142,27 @@ def suggest(
         base=space.name,
         hardware=hardware,
         stack=stack,
+        candidates=candidates,
         found=found,
         coarser=coarser,
         masters=masters(space.plan, facts) is not None,
         experts=space.experts is not None,
     )
+
+
+def run_best(made: Suggestion, sink: Sink) -> Suggestion | None:
+    """The suggestion without plans that need more memory when a rank of them is run than is usable;
+    its first plan was run. None if none is left (PL712).
+
+    Nothing is run without `Asked.run`, or for kernels that are not the model's own operators.
+    """
+    if not made.asked.run or made.stack.kernels.fused:
+        return made
+    best = tuple(run_first(made.candidates, made.found.best, made.asked.request))
+    if not best:
+        _nothing(made.found.tally, sink)
+        return None
+    return replace(made, found=replace(made.found, best=best))
 
 
 def _files(facts: Facts, asked: Asked, sink: Sink) -> tuple[ast.File, ...]:

@@ -14,12 +14,8 @@ FORMAT = 1
 """Raised when a field of the document is removed or changes its meaning."""
 
 
-def text(made: Suggestion, *, command: str) -> Iterator[str]:
-    """The lines of a suggestion, without its plan.
-
-    Args:
-        command: that estimates the suggested plan.
-    """
+def text(made: Suggestion) -> Iterator[str]:
+    """The lines of a suggestion, without its plan."""
     batch, found, tally = made.asked.request.batch, made.found, made.found.tally
     assert batch is not None
     tokens = f"{batch.global_batch} x {batch.sequence} tokens a step"
@@ -42,8 +38,19 @@ def text(made: Suggestion, *, command: str) -> Iterator[str]:
         yield "left out:"
     for reason, out in sorted(tally.excluded.items(), key=lambda pair: -pair[1].count):
         yield f"  {out.count:6,}  {reason}, such as {out.example}"
-    yield ""
-    yield f"its estimate in full: {command}"
+
+
+def run_text(made: Suggestion, run: Suggestion) -> Iterator[str]:
+    """The lines about ranks that were run: of plans of a suggestion, and of those that are left."""
+    names = {candidate.label: str(i + 1) for i, candidate in enumerate(made.found.best)}
+    left = {candidate.label for candidate in run.found.best}
+    first = run.found.best[0]
+    for label, name in names.items():
+        if label not in left:
+            yield f"{name} does not fit when a rank is run, and is left out"
+    if first.counted:
+        size = first.counted / GIB
+        yield f"{names[first.label]} holds {size:.1f} GiB at most when a rank is run"
 
 
 def _assumptions(made: Suggestion) -> Iterator[str]:
@@ -56,17 +63,15 @@ def _assumptions(made: Suggestion) -> Iterator[str]:
 
 
 def _table(best: tuple[Candidate, ...]) -> Iterator[str]:
-    run = "GiB when run" if any(found.counted for found in best) else ""
-    rows = [("", "s a step", "tokens/s a rank", "MFU", "GiB", run, "micro-batches", "mesh", "how")]
+    rows = [("", "s a step", "tokens/s a rank", "MFU", "GiB", "micro-batches", "mesh", "how")]
     for i, found in enumerate(best):
         time = found.estimate.time
         numbers = (f"{time.seconds:.3f}", f"{time.tokens_per_second:,.0f}", f"{time.mfu:.1%}")
-        counted = f"{found.counted / GIB:.1f}" if found.counted else ""
-        sizes = (f"{found.peak:.1f}", counted, str(found.micro_batches))
+        sizes = (f"{found.peak:.1f}", str(found.micro_batches))
         rows.append((str(i + 1), *numbers, *sizes, found.axes, found.words))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        pairs = [(t, w) for i, (t, w) in enumerate(zip(row, widths, strict=True)) if w or not i]
+        pairs = list(zip(row, widths, strict=True))
         right, left = (t.rjust(w) for t, w in pairs[:-2]), (t.ljust(w) for t, w in pairs[-2:])
         yield "  ".join([*right, *left]).rstrip()
 
@@ -83,7 +88,11 @@ def _reasons(best: tuple[Candidate, ...], apart: Candidate | None) -> Iterator[s
 
 def _longer(first: Candidate, other: Candidate) -> str:
     more = other.seconds / first.seconds - 1
-    return f"{more:.1%} longer than 1: {_difference(first, other)}"
+    if more < 0:
+        text = f"{-more:.1%} less than 1, which cannot be told apart, and has no slack in memory"
+    else:
+        text = f"{more:.1%} longer than 1"
+    return f"{text}: {_difference(first, other)}"
 
 
 def _difference(first: Candidate, other: Candidate) -> str:

@@ -10,7 +10,7 @@ from planc.tools.estimate import kernels
 from planc.tools.estimate.answer import Request, answer_for
 from planc.tools.estimate.from_plan import Batch
 from planc.tools.estimate.step_time import Passes
-from planc.tools.estimate.workload import Collective, Group, Layer, Workload
+from planc.tools.estimate.workload import Collective, Group, Layer, Matmul, Workload
 
 MIB = 2**20
 DGX = hardware("h100-8x")
@@ -110,3 +110,25 @@ def test_copies_of_fsdp_are_of_gathered_parameters_and_of_shards(ranks, size):
 def test_units_that_stay_gathered_are_copied_once():
     passes, layer = work_of(8, resident=1.0)
     assert passes.copied_bytes(layer) == pytest.approx(1000 * (4 + 6 + 26 / 8))
+
+
+def hidden(data, replicate):
+    """Milliseconds by which hidden collectives of FSDP slow a backward pass of 100 ms."""
+    layer = Layer(name="some", parameters=10**8, matmuls=(Matmul(m=40000, n=8192, k=54900),))
+    groups = {
+        "data": Group(name="data", size=data),
+        "replicate": Group(name="replicate", size=replicate, stride=data),
+    }
+    work = Workload(stages=(((layer, 1),),), **groups, tokens=1)
+    return Passes(work, DGX, stack("torch")).backward(layer).data_collectives * 1e3
+
+
+def test_collectives_across_nodes_slow_what_hides_them():
+    """All-gathers, reductions and all-reduces of replicas alike, and none within a node."""
+    assert hidden(8, 1) == 0
+    assert hidden(64, 1) > 0.5
+    within, replicas = (
+        kernels.collective(Collective(kind=REDUCE, size=4e8 / 8, group=group), DGX) * 1e3
+        for group in (Group(name="none", size=1), Group(name="replicate", size=8, stride=8))
+    )
+    assert hidden(8, 8) == pytest.approx(0.6 * replicas) and within == 0

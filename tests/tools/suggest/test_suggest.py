@@ -44,6 +44,11 @@ def suggested(model, world_size, rows, tokens, **more):
     return facts, made, steps
 
 
+def fastest(made):
+    """Seconds of the fastest plan, which slack can put second among those within 1 %."""
+    return min(c.seconds for c in made.found.best)
+
+
 @pytest.mark.parametrize(
     ("model", "world_size", "rows", "tokens"),
     [
@@ -56,8 +61,10 @@ def suggested(model, world_size, rows, tokens, **more):
 def test_each_plan_compiles_and_is_what_the_table_says(model, world_size, rows, tokens, tmp_path):
     facts, made, _ = suggested(model, world_size, rows, tokens)
     assert len(made.found.best) == 10
-    seconds = [c.seconds for c in made.found.best]
-    assert seconds == sorted(seconds)
+    for i, candidate in enumerate(made.found.best):
+        faster = [c for c in made.found.best[i:] if c.seconds < candidate.seconds]
+        assert all(candidate.seconds <= 1.01 * c.seconds for c in faster)
+        assert all(candidate.peak < c.peak for c in faster)  # slack, for what is not told apart
     for candidate in made.found.best[:4]:
         path = tmp_path / "suggested.plan"
         path.write_text(candidate.text)
@@ -87,7 +94,8 @@ def test_the_best_of_every_choice_is_found():
                 if compiled.lowered and (one := candidates.candidate(other)):
                     found.append(one)
     best = min(found, key=lambda c: c.seconds)
-    assert made.found.best[0].seconds == pytest.approx(best.seconds, rel=1e-12)
+    assert fastest(made) == pytest.approx(best.seconds, rel=1e-12)
+    assert made.found.best[0].seconds <= 1.01 * fastest(made)
 
 
 def everything(model, world_size, rows, tokens):
@@ -149,14 +157,13 @@ def test_requirements_and_settings():
     assert all("override option loss_chunks = 8" in t for t in texts)
     assert all('require tp == 2 "asked for: tp == 2"' in t for t in texts)
     cost = made.found.costs["tp == 2"]
-    assert free.found.best[0].seconds <= cost.seconds < made.found.best[0].seconds
+    assert fastest(free) <= cost.seconds < fastest(made)
 
 
 @pytest.mark.slow
 def test_less_memory_never_makes_it_faster():
     times = [
-        suggested("llama-3.1-8b", 8, 16, 8192, memory=gib * GIB)[1].found.best[0].seconds
-        for gib in (24, 40, 80)
+        fastest(suggested("llama-3.1-8b", 8, 16, 8192, memory=gib * GIB)[1]) for gib in (24, 40, 80)
     ]
     assert times == sorted(times, reverse=True)
     assert times[0] > times[2]
@@ -251,7 +258,7 @@ def test_no_number_of_ranks_for_experts_is_better_than_the_best():
             if one := candidates.candidate(space.probe(tuple(given.items()), {})):
                 found.append(one.seconds)
     assert len(found) > 15
-    assert made.found.best[0].seconds <= min(found) * (1 + 1e-12)
+    assert fastest(made) <= min(found) * (1 + 1e-12)
 
 
 @pytest.mark.slow
@@ -266,8 +273,7 @@ def test_a_pipeline_is_searched_with_its_microbatches_and_schedules():
         assert rows % dict(candidate.choice.options)["microbatches"] == 0
     schedules = {dict(c.choice.options).get("schedule") for c in made.found.best}
     assert "interleaved_1f1b" in schedules
-    free = suggested("llama-3.1-8b", 16, 128, 8192)[1].found.best[0]
-    assert free.seconds <= made.found.best[0].seconds
+    assert fastest(suggested("llama-3.1-8b", 16, 128, 8192)[1]) <= fastest(made)
 
 
 def test_stages_of_equal_time_where_that_is_faster():
