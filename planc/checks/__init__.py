@@ -15,7 +15,6 @@ from planc.checks import (
     parameters,
     pipeline,
     precision,
-    randomness,
     replicated,
     splits,
     stated_layouts,
@@ -26,7 +25,7 @@ from planc.checks import (
 from planc.diagnostics.diagnostic import Sink
 from planc.ir.nodes import Plan
 from planc.model.facts import Facts
-from planc.sections import Hook
+from planc.sections import IMPLIED, Hook
 
 Check = Callable[[Plan, Facts, Sink], None]
 
@@ -61,7 +60,6 @@ RULES: tuple[Check, ...] = (
     unit_options.cpu_offload,
     units.prefetch,
     adapters.adapters,
-    randomness.randomness,
     precision.four_bits,
     pipeline.pipeline,
     replicated.unsplit_parameters,
@@ -84,5 +82,5 @@ def check(plan: Plan, facts: Facts, sink: Sink, *, bare: tuple[Plan, Facts] | No
     """
     if bare is not None:
         stated_layouts.stated_layouts(*bare, sink)
-    for rule in (*RULES, *_CHECK.find_all(plan.sections)):
+    for rule in (*RULES, *_CHECK.find_all((*IMPLIED, *plan.sections))):
         rule(plan, facts, sink)

@@ -309,8 +309,6 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL661", "info", "plan", "a rule of transformers' plan matches nothing"),
     ("PL662", "info", "plan", "a plan that ships splits more than the drafted one"),
     ("PL663", "info", "plan", "much of the model stays whole in the drafted plan"),
-    ("PL670", "info", "plan", "training draws random numbers"),
-    ("PL671", "warning", "plan", "layers that are skipped at random"),
     ("PL675", "error", "input", "diffusers is not installed"),
     ("PL676", "error", "input", "diffusers does not have this model class"),
     ("PL677", "error", "plan", "an attribute that the module does not have"),

@@ -23,7 +23,7 @@ from planc.ir.nodes import Mesh, Plan
 from planc.model.facts import Facts
 from planc.ops.base import AxisRole
 from planc.ops.lowered import MeshAxis
-from planc.sections import NAMES, Hook
+from planc.sections import STATED, Hook
 from planc.syntax import ast, plan_files
 
 SECTIONS = (
@@ -31,7 +31,7 @@ SECTIONS = (
     "load",
     "tensor",
     "adapters",
-    *NAMES,
+    *STATED,
     "fsdp",
     "replicate",
     "context",
@@ -111,7 +111,7 @@ _READ = Hook[Callable[[Program], tuple[Any, ...]]]("section", "read")
 
 def _sections(program: Program) -> Mapping[str, tuple[Any, ...]]:
     """The rules of sections that are folders; a section without rules is left out."""
-    stated = [name for name in NAMES if any(program.sections_named(name))]
+    stated = [name for name in STATED if any(program.sections_named(name))]
     readers = {name: read for name in stated if (read := _READ.find(name))}
     rules = {name: program.part(name, partial(read, program)) for name, read in readers.items()}
     return {name: found for name, found in rules.items() if found}

@@ -30,7 +30,6 @@ from planc.ir.parameter_owners import stepped_dtypes
 from planc.lowering.fsdp import settings, units_of
 from planc.lowering.lora import adapt, quantize, scales
 from planc.lowering.memory import Holdings
-from planc.lowering.rng import draw_apart, draw_by_rank, sync_rng
 from planc.lowering.stages import of_ranks
 from planc.model.facts import MODULE_DICT, Facts, Module, Modules
 from planc.model.module_table import BATCHED_EXPERTS, parts_of_images, puts_images, puts_sound
@@ -52,7 +51,7 @@ from planc.ops.rotary import ShareLongestPosition
 from planc.ops.styles import PARAMETERLESS, Input, Output, Replicated, Sequence
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.ops.towers import DivideImages, ShareTower
-from planc.sections import Hook
+from planc.sections import IMPLIED, Hook
 
 
 def lower(plan: Plan, facts: Facts) -> Lowered:
@@ -143,7 +142,6 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
         *units,
         *settings(plan, facts),
         *_inputs(plan, facts),
-        *_random_numbers(plan, facts),
         *_merge(optimize(plan, facts)),
     ]
     phases = [(op.PHASE, op) for op in ops]
@@ -171,7 +169,7 @@ _LOWER = Hook[Callable[[Plan, Facts], Iterator[AnyOp]]]("lowering", "lower")
 
 def _section_operations(plan: Plan, facts: Facts) -> Iterator[AnyOp]:
     """The operations of sections that are folders."""
-    for operations in _LOWER.find_all(plan.sections):
+    for operations in _LOWER.find_all((*plan.sections, *IMPLIED)):
         yield from _merge(operations(plan, facts))
 
 
@@ -223,12 +221,6 @@ def _inputs(plan: Plan, facts: Facts) -> Iterator[AnyOp]:
     yield from _images(plan, facts)
     yield from _towers(plan, facts)
     yield from _rotary(plan, facts)
-
-
-def _random_numbers(plan: Plan, facts: Facts) -> Iterator[AnyOp]:
-    yield from sync_rng(plan, facts)
-    yield from _merge(draw_by_rank(plan, facts))
-    yield from draw_apart(plan, facts)
 
 
 def _rotary(plan: Plan, facts: Facts) -> Iterator[ShareLongestPosition]:

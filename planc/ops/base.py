@@ -407,8 +407,8 @@ class Op:
         """Two operations of one line as one, if they are equal on modules whose paths differ in one
         set of indices; else None.
         """
-        alike = type(self) is type(other) and self.ABOUT and self.place == other.place
-        both = self.about.union(other.about) if alike else None
+        alike = type(self) is type(other) and self.place == other.place
+        both = self.about.union(other.about) if alike and isinstance(self.about, Modules) else None
         if both is None:
             return None
         modules: dict[str, Any] = {self.ABOUT[0]: both}

@@ -21,7 +21,6 @@ from planc.ops.lora import Adapt
 from planc.ops.optimizer import Optimize
 from planc.ops.pipeline import Pipeline
 from planc.ops.quantization import Quantize
-from planc.ops.rng import DrawApart, DrawByRank, SyncRng
 from planc.ops.rotary import ShareLongestPosition
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.ops.towers import DivideImages, ShareTower
@@ -63,9 +62,6 @@ AnyOp = Annotated[
     | DivideImages
     | ShareTower
     | ShareLongestPosition
-    | SyncRng
-    | DrawByRank
-    | DrawApart
     | Optimize,
     Form(tag="op"),
 ]

@@ -3,7 +3,8 @@
 A section's folder has all that follows from it, in a part for each stage. Stages name no section: a
 stage declares a hook next to the loop that asks it, and asks the sections of the plan. A section
 answers by a function, or a value, of that name in its part, which is imported when the first plan
-uses the section. Other plans import only the declaration.
+uses the section. Other plans import only the declaration. A section without lines follows from the
+model: all plans use it.
 
 To add a section, add its folder, and its name to `NAMES`. The folder of a backend of `fsdp` has
 the same parts; its class is asked for the others (`planc.ops.backend`).
@@ -69,7 +70,7 @@ class SectionDeclaration:
     """A section, as its folder declares it; all that is imported for every plan.
 
     Args:
-        example: a rule of the section, for messages.
+        example: a rule of the section, for messages; empty for a section without lines.
         codes: its diagnostics, as rows of `planc.diagnostics.codes`.
         real_sizes: the codes that belong to `planc.diagnostics.codes.REAL_SIZES`.
         sized: whether its head names an engine and its sizes (`ENGINE_SIZES`). A plan of such
@@ -77,7 +78,7 @@ class SectionDeclaration:
         other_words: words of other libraries, by what a plan says instead.
     """
 
-    example: str
+    example: str = ""
     codes: tuple[tuple[str, str, Any, str], ...] = ()
     real_sizes: tuple[str, ...] = ()
     sized: bool = False
@@ -92,12 +93,17 @@ NAMES = (
     "compile",
     "loss",
     "serve",
+    "draws",
 )  # fmt: skip
 BACKENDS = {"megatron": "megatron_fsdp"}
 """By the word of `backend = WORD` in an fsdp section, the folder of a backend."""
 SECTIONS: dict[str, SectionDeclaration] = {
     name: import_module(f"{__name__}.{name}").DECLARATION for name in NAMES
 }
+STATED = tuple(name for name in NAMES if SECTIONS[name].example)
+"""The sections that have lines in plans."""
+IMPLIED = tuple(name for name in NAMES if name not in STATED)
+"""The sections without lines, which all plans use."""
 
 
 def is_sized(name: str) -> bool:

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import planc
-from planc.runtime.standalone import rng
 from planc.runtime.standalone.loss import LossTerms, chunked_loss
+from planc.sections.draws import standalone as rng
 
 SHAPES = ((8192, 4096, 128_256), (8192, 2304, 256_000), (4096, 1024, 151_936))
 """Tokens, features, entries of the vocabulary: llama 3 8B, gemma 2 2B, qwen3 0.6B."""

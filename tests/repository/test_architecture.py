@@ -400,7 +400,7 @@ def test_modules_of_tests_have_one_name_each():
     ("addition", "words"),
     [
         ("A style", r'\bFeatures\b|\bFeaturesParallel\b|"features"'),
-        ("An operation", r"\bSyncRng\b|\bsync_rng_state\b|\blowering\.rng\b"),
+        ("An operation", r"\bShareLongestPosition\b|\buse_longest_position\b"),
     ],
 )
 def test_the_tour_names_every_file_that_an_addition_takes(addition, words):

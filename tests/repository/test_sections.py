@@ -19,7 +19,7 @@ from test_architecture import PARTS as STAGES
 from planc.diagnostics.codes import CODES, Phase
 from planc.ops.backend import backend
 from planc.ops.registry import SectionOp
-from planc.sections import BACKENDS, FOLDER, NAMES, PARTS, SECTIONS, Hook
+from planc.sections import BACKENDS, FOLDER, IMPLIED, NAMES, PARTS, SECTIONS, STATED, Hook
 from planc.simulate.certificate import files
 
 PACKAGE = ROOT / "planc"
@@ -37,6 +37,7 @@ KNOWN = {
         r"|loss in chunks",
         6,
     ),
+    "draws": (r"SyncRng|DrawByRank|DrawApart|sync_rng|draw_by_rank|draw_apart|draws.standalone", 0),
     "train": (r"\bFreeze\b|[`\"']train[`\"'] section|\"train\"|train \{", 10),
 }
 """By section: its names and words, and the number of files outside of its folder that have one.
@@ -214,7 +215,7 @@ pipeline on pp {
 
 
 def test_a_plan_imports_only_the_parts_of_its_sections(tmp_path):
-    """And of these only those that the command needs."""
+    """And of these only those that the command needs. All plans use the sections without lines."""
     plain, rounded = tmp_path / "plain.plan", tmp_path / "rounded.plan"
     plain.write_text(PLAIN)
     rounded.write_text(f"{PLAIN}matmul {{\n    **.mlp.*_proj : fp8\n}}\n")
@@ -228,9 +229,12 @@ def test_a_plan_imports_only_the_parts_of_its_sections(tmp_path):
         return set(json.loads(run_program(ROOT, "-c", code, *words, folder=tmp_path)))
 
     declared = {f"planc.sections.{name}" for name in NAMES}
-    assert modules(plain) == declared
+    shared = {
+        f"planc.sections.{n}.{part}" for n in IMPLIED for part in ("ops", "checks", "lowering")
+    }
+    assert modules(plain) == declared | shared
     parts = {f"planc.sections.matmul.{part}" for part in ("section", "ops", "checks", "lowering")}
-    assert modules(rounded) == declared | parts
+    assert modules(rounded) == declared | shared | parts
 
 
 FORMS = [
@@ -270,7 +274,7 @@ def test_few_files_know_a_section(name):
 
 
 SHIPPED = "\n".join(path.read_text() for path in sorted((ROOT / "plans").rglob("*.plan")))
-UNUSED = [name for name in NAMES if not re.search(rf"^ *{name}( on .*)? {{", SHIPPED, re.M)]
+UNUSED = [name for name in STATED if not re.search(rf"^ *{name}( on .*)? {{", SHIPPED, re.M)]
 """The sections that no shipped plan has."""
 
 

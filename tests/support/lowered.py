@@ -17,7 +17,6 @@ from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered, MeshAxis, Stage
 from planc.ops.quantization import Quantize
-from planc.ops.rng import DrawApart, DrawByRank, SyncRng
 from planc.ops.styles import (
     Attributes,
     Colwise,
@@ -39,6 +38,7 @@ from planc.ops.styles import (
 )
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.sections.compile.ops import Compile
+from planc.sections.draws.ops import DrawApart, DrawByRank, SyncRng
 from planc.sections.megatron_fsdp.ops import MegatronShard
 
 NOTHING = Module(cls="", kind="other")

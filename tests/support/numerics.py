@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 
 import planc
 from planc.model.config import is_diffusers
-from planc.ops.rng import DrawByRank, SyncRng
 from planc.ops.tensor_parallel import Parallelize
 from planc.proxy.input_search import rank_slice
 from planc.proxy.transformers_model import TransformersBuilder, add_denoising_loss
 from planc.runtime.standalone.shards import in_own_order, rank_orders
+from planc.sections.draws.ops import DrawByRank, SyncRng
 from planc.simulate.program import limit_whole_rows
 from planc.simulate.random_numbers import Recorded, Replayed
 

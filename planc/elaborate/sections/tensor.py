@@ -22,7 +22,7 @@ from planc.elaborate.selectors import select
 from planc.ir.nodes import ImagesSetting, SequenceSetting, TensorRule
 from planc.model.facts import Modules
 from planc.ops.styles import SPLITS, Style
-from planc.sections import SECTIONS
+from planc.sections import SECTIONS, STATED
 from planc.syntax import ast
 
 _EXAMPLES = {
@@ -30,7 +30,7 @@ _EXAMPLES = {
     "expert": "model.layers.*.mlp.experts : dispatch(all_to_all)",
     "optimizer": "model.layers.*.mlp.*_proj : muon",
     "adapters": "model.layers.*.self_attn.q_proj : lora(rank = 16)",
-    **{name: section.example for name, section in SECTIONS.items()},
+    **{name: SECTIONS[name].example for name in STATED},
 }
 _SETTINGS = {
     "tensor": ", and the settings `sequence`, `layouts` and `images`",

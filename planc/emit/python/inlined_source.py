@@ -33,10 +33,9 @@ _FILES = (
     "quantization.py",
     *(
         str(file)
-        for name in (*NAMES, *BACKENDS.values())
+        for name in (*BACKENDS.values(), *NAMES)
         if (file := FOLDER / name / "standalone.py").is_file()
     ),
-    "rng.py",
     "loss.py",
     "expert_parallel.py",
     "expert_capacity.py",

@@ -17,10 +17,10 @@ from planc.diagnostics.diagnostic import Sink
 from planc.lowering import rng
 from planc.model.facts import Facts, Module
 from planc.model.load import load
-from planc.ops.rng import SyncRng
 from planc.ops.styles import Colwise
 from planc.ops.tensor_parallel import Parallelize
 from planc.proof.layout_flow import flow
+from planc.sections.draws.ops import SyncRng
 from planc.tools.init.init import draft
 from planc.tools.init.part_sizes import PartSizes
 from planc.tools.init.plan_text import parsed_text

@@ -6,12 +6,13 @@ from typing import ClassVar
 
 from planc.model.facts import Modules
 from planc.ops import call, phrases
-from planc.ops.base import OMIT, Axes, Axis, AxisSizes, Op, Phase, Where
+from planc.ops.base import OMIT, Axes, Axis, AxisSizes, Phase, Where
 from planc.ops.decisions import Decision, Question, decision_on
+from planc.ops.registry import SectionOp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SyncRng(Op):
+class SyncRng(SectionOp):
     """Gives the random state of an axis's first rank to all its ranks.
 
     Args:
@@ -28,9 +29,10 @@ class SyncRng(Op):
     )
 
     def calls(self, _context: call.Context) -> Iterator[call.Step]:
-        made = call.FunctionCall("standalone.rng:sync_rng_state", (call.MESH, self.axis))
+        made = call.FunctionCall("sections.draws.standalone:sync_rng_state", (call.MESH, self.axis))
         yield call.Once(call=made, note=", ".join(self.fields))
 
+    SECTION: ClassVar = "draws"
     PHASE: ClassVar = Phase.RANDOM
     WORD: ClassVar = "random"
     ABOUT: ClassVar[tuple[str, ...]] = ("axis",)
@@ -40,13 +42,13 @@ class SyncRng(Op):
         return f"{text}: {', '.join(self.fields)}" if self.fields else text
 
 
-def how(by_rank: bool | None) -> str:
+def _phrase(by_rank: bool | None) -> str:
     """The way in which ranks draw, in words."""
     return "unchanged" if by_rank is None else "by rank" if by_rank else "alike"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrawByRank(Op):
+class DrawByRank(SectionOp):
     """Random numbers that differ by rank on shards of activations, and are the same elsewhere.
 
     Args:
@@ -72,26 +74,27 @@ class DrawByRank(Op):
     def calls(self, _context: call.Context) -> Iterator[call.Step]:
         mesh = call.Shared(f"{self.axis}_mesh", call.Index(call.MESH, (self.axis,)))
         keywords = call.drop_none(inside=self.inside, after=self.after)
-        made = call.FunctionCall("standalone.rng:draw_by_rank", (mesh,), keywords)
+        made = call.FunctionCall("sections.draws.standalone:draw_by_rank", (mesh,), keywords)
         yield call.Each(modules=self.modules, calls=(made,), note=self.place)
 
     def decisions(self, question: Question) -> Iterator[Decision]:
         yield from decision_on(self.modules, self.headline(question.mesh), question)
 
+    SECTION: ClassVar = "draws"
     PHASE: ClassVar = Phase.RANDOM
     WORD: ClassVar = "draws"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules", "axis")
-    WORDS: ClassVar = {"inside": ("inside", how), "after": ("after", how)}
+    WORDS: ClassVar = {"inside": ("inside", _phrase), "after": ("after", _phrase)}
 
     def headline(self, _mesh: AxisSizes | None = None) -> str:
         if self.inside == self.after:
-            return f"{how(self.after)} inside and after"
+            return f"{_phrase(self.after)} inside and after"
         sides = (("inside", self.inside), ("after", self.after))
-        return ", ".join(f"{how(split)} {side}" for side, split in sides if split is not None)
+        return ", ".join(f"{_phrase(split)} {side}" for side, split in sides if split is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrawApart(Op):
+class DrawApart(SectionOp):
     """Random numbers that differ by place along axes whose ranks share rows of the batch: stages,
     which hold other layers, and ranks with sequence shards, which hold other tokens.
 
@@ -107,10 +110,14 @@ class DrawApart(Op):
 
     def calls(self, _context: call.Context) -> Iterator[call.Step]:
         given = (call.MODEL, call.MESH, self.axes)
-        yield call.Once(call=call.FunctionCall("standalone.rng:draw_apart", given))
+        yield call.Once(call=call.FunctionCall("sections.draws.standalone:draw_apart", given))
 
+    SECTION: ClassVar = "draws"
     PHASE: ClassVar = Phase.RANDOM
     WORD: ClassVar = "apart"
 
     def headline(self, mesh: AxisSizes | None = None) -> str:
         return f"other random numbers at each place along {phrases.axes(self.axes, mesh)}"
+
+
+KINDS = (SyncRng, DrawByRank, DrawApart)

@@ -11,7 +11,7 @@ from planc.model.randomness import layer_drop_fields, spec_augment_fields
 from planc.ops.styles import Custom
 
 
-def randomness(plan: Plan, facts: Facts, sink: Sink) -> None:
+def check(plan: Plan, facts: Facts, sink: Sink) -> None:
     """Ranks of a tensor axis share activations, and ranks of an FSDP axis share layers."""
     rules = active(plan) if "tensor" not in plan.broken else ()
     fields, masks = drawing_fields(plan, facts), spec_augment_fields(facts)

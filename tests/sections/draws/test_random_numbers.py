@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import planc
-from planc.runtime.standalone.rng import draw_by_rank, sync_rng_state
+from planc.sections.draws.standalone import draw_by_rank, sync_rng_state
 from planc.simulate import thread_ranks
 from planc.simulate.random_numbers import RankRandom, Replayed
 

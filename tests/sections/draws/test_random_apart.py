@@ -9,8 +9,8 @@ from test_random_numbers import BOUND, PASSES, WIDTH, Model, correlation, parall
 from torch.distributed.device_mesh import init_device_mesh
 
 import planc
-from planc.ops.rng import DrawApart
-from planc.runtime.standalone.rng import draw_apart, sync_rng_state
+from planc.sections.draws.ops import DrawApart
+from planc.sections.draws.standalone import draw_apart, sync_rng_state
 from planc.simulate import thread_ranks
 from planc.simulate.random_numbers import RankRandom, Recorded
 

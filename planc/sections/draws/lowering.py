@@ -10,22 +10,31 @@ from planc.model.module_table import towers
 from planc.ops import styles as ir
 from planc.ops.contract import contract
 from planc.ops.layouts import Shard
-from planc.ops.rng import DrawApart, DrawByRank, SyncRng
+from planc.ops.registry import AnyOp
+from planc.sections.draws.ops import DrawApart, DrawByRank, SyncRng
 
 
-def sync_rng(plan: Plan, facts: Facts) -> Iterator[SyncRng]:
-    """One operation for each tensor axis: its ranks work on the same activations.
+def lower(plan: Plan, facts: Facts) -> Iterator[AnyOp]:
+    """The operations of a plan whose model draws random numbers; none for other models.
 
-    Ranks whose dropout masks or router jitter differ compute different models. Observed on four
-    processes with different seeds (torch 2.13): gradients of gpt2 with dropout, and of mixtral with
-    router jitter, are wrong by more than 1%.
+    The ranks of a tensor axis work on the same activations. Ranks whose dropout masks or router
+    jitter differ compute different models. Observed on four processes with different seeds (torch
+    2.13): gradients of gpt2 with dropout, and of mixtral with router jitter, are wrong by more than
+    1%.
+
+    Ranks that read the same rows, and compute other layers or other tokens of them, would drop the
+    same elements with one seed a data rank. Their operation follows those of the tensor axis, whose
+    ranks then go on from a state of their place.
     """
-    fields = drawing_fields(plan, facts)
-    for axis in split_axes(plan) if fields else ():
-        yield SyncRng(axis=axis, fields=fields)
+    if not (fields := drawing_fields(plan, facts)):
+        return
+    yield from (SyncRng(axis=axis, fields=fields) for axis in split_axes(plan))
+    yield from _draw_by_rank(plan, facts)
+    if wide := apart_axes(plan):
+        yield DrawApart(axes=wide)
 
 
-def draw_by_rank(plan: Plan, facts: Facts) -> Iterator[DrawByRank]:
+def _draw_by_rank(plan: Plan, facts: Facts) -> Iterator[DrawByRank]:
     """Yields the modules at which activations become shards, and those at which they are full
     again.
 
@@ -34,8 +43,6 @@ def draw_by_rank(plan: Plan, facts: Facts) -> Iterator[DrawByRank]:
 
     With several tensor axes, ranks draw alike: a stream by rank would need all their layouts.
     """
-    if not drawing_fields(plan, facts):
-        return
     yield from _draws_of_towers(plan, facts)
     axes = split_axes(plan)
     if len(axes) != 1:
@@ -43,7 +50,7 @@ def draw_by_rank(plan: Plan, facts: Facts) -> Iterator[DrawByRank]:
     adapted = [r.modules for r in plan.adapters.rules if r.adapt.dropout] if plan.adapters else []
     found = []
     for rule in plan.tensor:
-        inside, after = on_shards(rule.style)
+        inside, after = _on_shards(rule.style)
         if not isinstance(rule.style, ir.Sequence | ir.Input):
             # only an adapter draws inside of a layer, on the layer's own input
             inside = inside if any(rule.modules.overlap(one) for one in adapted) else None
@@ -72,18 +79,7 @@ def _draws_of_towers(plan: Plan, facts: Facts) -> Iterator[DrawByRank]:
                 )
 
 
-def draw_apart(plan: Plan, facts: Facts) -> Iterator[DrawApart]:
-    """One operation for the axes whose ranks read the same rows, and compute other layers or other
-    tokens of them: with one seed a data rank, they would drop the same elements.
-
-    It follows those of the tensor axis, whose ranks then go on from a state of their place.
-    """
-    wide = apart_axes(plan)
-    if wide and drawing_fields(plan, facts):
-        yield DrawApart(axes=wide)
-
-
-def on_shards(style: ir.Style) -> tuple[bool | None, bool | None]:
+def _on_shards(style: ir.Style) -> tuple[bool | None, bool | None]:
     """Whether a module of a style works on shards of activations, and whether it returns shards.
 
     A partial sum is no shard: dropout of a sum drops the same elements of each part.
