@@ -114,13 +114,13 @@ def _stated_sections(
     inferred_axes = {setting.axis for setting in plan.sequence}
     for axis in (each for each in split_axes(plan) if each not in inferred_axes):
         own = tuple(replace(r, open=False) for r in plan.tensor if r.axis == axis)
-        parts = any(_parts(rule.style) for rule in own)
+        parts = any(has_sequence_shards(rule.style) for rule in own)
         setting = SequenceSetting(axis=axis, wanted=parts, origin=own[0].origin)
         yield _Section(plan, facts, setting, sink), own
 
 
-def _parts(style: Style) -> bool:
-    """Whether a style states sequence shards."""
+def has_sequence_shards(style: Style) -> bool:
+    """Whether inputs or outputs of a style are sequence shards."""
     made = contract(style)
     flows = () if made.sums else (*made.takes, *made.gives)
     return any(Shard(1) in flow.forward for flow in flows)
@@ -158,11 +158,9 @@ class _Section:
             self.facts.remember(key, sized)
         rules = memo[key]
         others = tuple(r for r in plan.tensor if r.axis != setting.axis)
-        settled = replace(setting, parts=layouts.parts > 0)
         if setting.wanted is not False and not layouts.everywhere:
             self._in_part(flow, layouts)
-        sequence = tuple(settled if s is setting else s for s in plan.sequence)
-        return replace(plan, tensor=(*rules, *others), sequence=sequence)
+        return replace(plan, tensor=(*rules, *others))
 
     def check_observations(self, plan: Plan, found: Recorded | Unrepresented | str) -> Plan:
         """The plan with the lines of code outside of nn.Dropout that draw random numbers; reports

@@ -134,12 +134,10 @@ class SequenceSetting(Meaning):
 
     Args:
         wanted: whether hidden states are to be sequence shards; None for `auto`.
-        parts: whether hidden states are sequence shards, after inference.
     """
 
     axis: str
     wanted: bool | None
-    parts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,18 +357,27 @@ class Adapters(Meaning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageTimes(Meaning):
-    """Stages that take as much time each, as `planc.tools.estimate.stages` has it.
+class EqualTimes(Meaning):
+    """The line by which blocks are cut into stages of equal time.
 
     Args:
-        rows, seq: of a microbatch of a data rank: sequences, and tokens of each before it is split.
-        seconds: that each stage takes for a microbatch, forward and backward; none until
-            `planc.tools.estimate.stages` has cut them.
+        rows, seq: the sequences in a microbatch of a data rank, and the tokens of each before it is
+            split.
     """
 
     rows: int
     seq: int
-    seconds: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes(EqualTimes):
+    """The line, and the stages that `planc.tools.estimate.stages` has cut by it.
+
+    Args:
+        seconds: the time of each stage for a microbatch, forward and backward.
+    """
+
+    seconds: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,7 +391,7 @@ class PipelineRule(Meaning):
     """
 
     op: Pipeline
-    times: StageTimes | None = None
+    times: EqualTimes | None = None
     before: tuple[Modules, ...] = ()
 
 

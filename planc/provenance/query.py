@@ -184,7 +184,7 @@ class _Question:
                     line = op.origin_of("stages") or op.origin
                     what = f"{stage} of {op.stages}: {op.modules_of(stage)}"
                     yield self._reason(what, self.name, op, line)
-                    if times and times.seconds:
+                    if isinstance(times, StageTimes):
                         what = _stage_times(times, stage)
                         yield self._reason(what, self.name, op, NOWHERE)
 

@@ -17,7 +17,7 @@ from planc.elaborate.sections.stage_sizes import balance_stages, even, work
 from planc.elaborate.sections.timetable import TimetableError, timetable
 from planc.elaborate.sections.word_settings import one_word, read_settings
 from planc.elaborate.selectors import select
-from planc.ir.nodes import PipelineRule, StageTimes
+from planc.ir.nodes import EqualTimes, PipelineRule
 from planc.ir.shared_parameters import cut_at
 from planc.model.facts import Facts, Modules, generic
 from planc.model.indices import Indices
@@ -41,7 +41,7 @@ class BlockCut(NamedTuple):
 
     blocks: Modules
     bounds: tuple[int, ...]
-    times: StageTimes | None = None
+    times: EqualTimes | None = None
 
 
 def pipeline(program: Program) -> PipelineRule | None:
@@ -259,13 +259,13 @@ def _right(
     return True
 
 
-def _times(arguments: Arguments) -> StageTimes:
+def _times(arguments: Arguments) -> EqualTimes:
     """The size of the microbatch by whose time stages are cut; reports numbers below 1."""
     rows, seq = arguments.integer("rows", 1), arguments.integer("seq", 4096)
     if min(rows, seq) < 1:
         hint = "write `balanced(model.layers.*, rows = 1, seq = 4096)`"
         arguments.wrong(arguments.call, "`rows` and `seq` are 1 or more", hint)
-    return StageTimes(rows=rows, seq=seq, origin=arguments.call.origin)
+    return EqualTimes(rows=rows, seq=seq, origin=arguments.call.origin)
 
 
 def _read_list(value: ast.List, scope: Scope) -> BlockCut | None:

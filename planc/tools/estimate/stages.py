@@ -7,7 +7,7 @@ from dataclasses import replace
 from planc.checks import check
 from planc.diagnostics.diagnostic import Sink
 from planc.infer.apply_adapters import adapt_plan
-from planc.ir.nodes import Plan
+from planc.ir.nodes import Plan, StageTimes
 from planc.ir.shared_parameters import cut_at
 from planc.lowering.step import require_divisible
 from planc.model.facts import Facts
@@ -54,5 +54,6 @@ def with_timed_stages(plan: Plan, facts: Facts, sink: Sink) -> Plan:
         sink.error("PL564", message, rule.times.origin, help=hint)
         return plan
     bounds, seconds = cuts.best(counted)
-    times = replace(rule.times, seconds=seconds)
+    cut = rule.times
+    times = StageTimes(rows=cut.rows, seq=cut.seq, seconds=seconds, origin=cut.origin)
     return replace(plan, pipeline=replace(rule, op=cut_at(rule.op, bounds, facts), times=times))

@@ -15,7 +15,7 @@ from planc.compiler import Compiled
 from planc.diagnostics.codes import WITHOUT_LAYOUTS
 from planc.diagnostics.diagnostic import Severity, Sink
 from planc.elaborate.settings import AUTO
-from planc.infer.infer_layouts import NO_TOKENS
+from planc.infer.infer_layouts import NO_TOKENS, has_sequence_shards
 from planc.model.facts import Facts, Module, generic
 from planc.ops.base import AxisRole
 from planc.proof.flow_findings import what_is_wrong
@@ -112,7 +112,8 @@ class Search:
             return
         for word in (AUTO, "true"):  # everywhere, else in part
             done, sink = self._compile(word)
-            if done.plan and done.lowered and any(s.parts for s in done.plan.sequence):
+            rules = done.plan.tensor if done.plan and done.lowered else ()
+            if any(has_sequence_shards(rule.style) for rule in rules):
                 outcome = self._judge(done)
                 if outcome.verdict == "proved":
                     self.draft.sequence = AUTO
