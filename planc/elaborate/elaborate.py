@@ -84,19 +84,22 @@ def elaborate(
     _axes(program, mesh)
     rules, sequence, images = part("tensor", lambda: tensor(program))
     parts, exchanges = part("context", lambda: context(program))
+    options = _options(program)
+    loaded = part("load", lambda: load(program))
+    sharded = part("fsdp", lambda: fsdp(program))
     return Plan(
         name=program.header.name,
         families=tuple(f.path for f in program.header.families),
-        options=_options(program),
+        options=options,
         mesh=mesh,
-        load=part("load", lambda: load(program)),
+        load=loaded,
         tensor=rules,
         sequence=sequence,
         images=(*images, *(rule.images for rule in parts if rule.images)),
-        fsdp=part("fsdp", lambda: fsdp(program)),
+        fsdp=sharded,
         context=parts,
         attention=exchanges,
-        adapters=part("adapters", lambda: adapters(program)),
+        adapters=part("adapters", lambda: adapters(program, loaded, sharded)),
         sections=_sections(program),
         pipeline=part("pipeline", lambda: pipeline(program)),
         experts=part("expert", lambda: expert(program)),

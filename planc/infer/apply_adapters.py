@@ -16,7 +16,6 @@ from planc.model.facts import DTYPE_BYTES, Child, Facts, Module, Modules, Parame
 from planc.model.module_table import TRANSPOSED_EXPERTS, Path, divide_children
 from planc.ops import styles as ir
 from planc.ops.lora import MAGNITUDE, factor_dims, factor_name
-from planc.ops.quantization import Quantize
 from planc.ops.styles import PARAMETERLESS
 
 NAME = "default"  # peft's default name of an adapter
@@ -43,9 +42,7 @@ def adapt_plan(plan: Plan, facts: Facts) -> tuple[Plan, Facts]:
     """
     if plan.adapters is None or not plan.adapters.rules:
         return plan, facts
-    rules = tuple(
-        replace(_of_experts(r), quantize=_quantization(r, plan)) for r in plan.adapters.rules
-    )
+    rules = tuple(map(_of_experts, plan.adapters.rules))
     facts = with_adapters(facts, rules, plan.dtype)
     # `load` casts before adapters are added, so the facts have its dtypes
     plan = replace(plan, adapters=replace(plan.adapters, rules=rules), adapted=True)
@@ -200,20 +197,6 @@ def _pack_weight(module: Module, rule: AdapterRule) -> Module:
     packed = replace(weight, shape=(-(-prod(weight.shape) // width), 1), dtype=quant.storage)
     kept = tuple(packed if p is weight else p for p in module.parameters)
     return replace(module, cls=FOUR_BIT, parameters=kept)
-
-
-def _quantization(rule: AdapterRule, plan: Plan) -> Quantize | None:
-    """The quantization of a rule's layers, with a storage dtype; None for none.
-
-    The default storage is the dtype that FSDP gathers in: FSDP casts parameters of other dtypes,
-    and packed bytes must not be cast.
-    """
-    if rule.quantize is None or rule.quantize.storage:
-        return rule.quantize
-    weight = rule.modules.module.parameter("weight")
-    common = plan.fsdp.precision.param if plan.fsdp and plan.fsdp.precision else None
-    own = plan.dtype(weight) if weight else "float32"
-    return replace(rule.quantize, storage=common or own)
 
 
 def _children(module: Module, rule: AdapterRule) -> tuple[Child, ...]:

@@ -329,8 +329,7 @@ class AdapterRule(Meaning):
     """LoRA on a set of modules: W x + alpha / rank * B A x, as in peft, without the modules. On
     fused experts it is for the weights that it names, or for all.
 
-    `quantize` is None but for 4-bit weights (QLoRA); `adapt_plan` sets its `storage` to what FSDP
-    gathers.
+    `quantize` is None but for 4-bit weights (QLoRA).
     """
 
     modules: Modules

@@ -1,6 +1,7 @@
 """The adapters section -> LoRA on sets of modules; all other parameters are frozen."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from planc.diagnostics.source import Span
@@ -12,7 +13,8 @@ from planc.elaborate.scope import FAILED, Failed, Scope, Value
 from planc.elaborate.sections.fsdp_policies import DTYPES
 from planc.elaborate.sections.tensor import read_claims
 from planc.elaborate.sections.word_settings import one_word
-from planc.ir.nodes import AdapterRule, Adapters
+from planc.ir.nodes import AdapterRule, Adapters, Fsdp
+from planc.ops.load import Load
 from planc.ops.lora import INITS, Adapt
 from planc.ops.quantization import BLOCKS, KINDS, Quantize
 from planc.syntax import ast
@@ -120,8 +122,10 @@ _SETTINGS = ("units", "seed")
 _UNITS = {"with_layer": False, "own": True}
 
 
-def adapters(program: Program) -> Adapters | None:
-    """The adapters section of a plan, or None where there is none or it adapts no module."""
+def adapters(program: Program, load: Load | None, fsdp: Fsdp | None) -> Adapters | None:
+    """The adapters section of a plan; None without one. `load` and `fsdp` decide the dtype in which
+    4-bit weights are stored.
+    """
     sections = list(program.sections_named("adapters"))
     if not sections:
         return None
@@ -141,12 +145,24 @@ def adapters(program: Program) -> Adapters | None:
     claims = read_claims(program, "adapters", ACTIONS, "adapter", read, setting=setting)
     own = settings.lines.get("units")
     return Adapters(
-        rules=claims.rules(),
+        rules=tuple(_with_storage(rule, load, fsdp) for rule in claims.rules()),
         own=settings.values.get("units") or False,
         seed=settings.values.get("seed") or 0,
         units_origin=own.origin if own else None,
         origin=sections[0].name_origin,
     )
+
+
+def _with_storage(rule: AdapterRule, load: Load | None, fsdp: Fsdp | None) -> AdapterRule:
+    """The rule with the dtype in which its 4-bit weights are stored, by default that in which FSDP
+    gathers: FSDP casts parameters of other dtypes, and packed bytes must not be cast.
+    """
+    if rule.quantize is None or rule.quantize.storage:
+        return rule
+    dtype = fsdp.precision.param if fsdp and fsdp.precision else None
+    if dtype is None and (weight := rule.modules.module.parameter("weight")):
+        dtype = load.dtype_after_load(weight) if load else weight.dtype
+    return replace(rule, quantize=replace(rule.quantize, storage=dtype or "float32"))
 
 
 def _value(item: ast.Setting, scope: Scope) -> bool | int | None:

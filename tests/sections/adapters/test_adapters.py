@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import jsonschema
 import pytest
-from helpers import facts, judged
+from helpers import elaborated, facts, judged
 
 from planc.compiler import Compiled
 from planc.diagnostics.diagnostic import PlanError, Sink
@@ -238,6 +238,18 @@ def test_the_arguments_of_qlora():
     assert op.storage == "bfloat16"  # the model's own: its configuration says so
     (op,) = ops(lowered(f"{Q} : qlora(rank = 4)\n}}\nload {{\n dtype = fp32"), Quantize)
     assert op.storage == "float32"  # what it is cast to before
+
+
+def test_the_storage_of_4_bit_weights_is_a_part_of_the_rule():
+    """From elaboration on: later stages change no rule."""
+    body = f"adapters {{\n {Q} : qlora(rank = 4)\n}}\n"
+    for units, cast, dtype in (
+        (BF16.replace("bf16", "fp16"), "", "float16"),
+        (UNITS, "", "bfloat16"),
+        (UNITS, "load {\n dtype = fp32\n}\n", "float32"),
+    ):
+        plan, _, _ = elaborated(f"plan t for llama\n{MESH}{cast}{body}{units}")
+        assert [rule.quantize.storage for rule in plan.adapters.rules] == [dtype]
 
 
 def test_weights_are_packed_between_freezing_and_units():
