@@ -13,7 +13,7 @@ from planc.model.facts import Modules
 from planc.ops import phrases
 from planc.ops.call import Context, ScriptFunction, Step
 from planc.ops.claims import CallClaim, ObservedCall
-from planc.ops.decisions import Decision, Question
+from planc.ops.decisions import Decision, Question, decision_on
 from planc.ops.phrases import AxisSizes as AxisSizes  # noqa: PLC0414 - for every operation
 from planc.ops.requirements import Requirement
 
@@ -429,8 +429,11 @@ class Op:
         return ()
 
     def decisions(self, question: Question) -> Iterator[Decision]:
-        """The decisions about a module that `planc why` prints."""
-        yield from ()
+        """The decisions about a module that `planc why` prints; by default the headline, about the
+        modules of the operation.
+        """
+        if self.ABOUT[:1] == ("modules",):
+            yield from decision_on(self.about, self.headline(question.mesh), question)
 
     @property
     def packages(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from planc.ops.base import (
     text,
 )
 from planc.ops.claims import MODULE, CallClaim, ObservedCall
-from planc.ops.decisions import Decision, Question, decision_on
+from planc.ops.decisions import Decision, Question
 
 _EXCHANGES = {
     "all_gather": "keys and values are all-gathered",
@@ -209,9 +209,6 @@ class Attend(KeysOp):
         arguments = call.Members((self.modules,)), mesh
         made = call.FunctionCall("standalone.context:attend_by", arguments, self.keys)
         yield call.Once(call=made, note=self.place)
-
-    def decisions(self, question: Question) -> Iterator[Decision]:
-        yield from decision_on(self.modules, self.headline(question.mesh), question)
 
     PHASE: ClassVar = Phase.CONTEXT
     WORD: ClassVar = "attention"

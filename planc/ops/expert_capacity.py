@@ -21,7 +21,6 @@ from planc.ops.call import (
 )
 from planc.ops.claims import CallClaim, ObservedCall, module_claim
 from planc.ops.context import Balance
-from planc.ops.decisions import Decision, Question, decision_on
 
 PROBS: Literal["probs"] = "probs"
 POSITION: Literal["position"] = "position"
@@ -75,9 +74,6 @@ class LimitExperts(Op):
         function = "standalone.expert_capacity:limit_experts"
         call = FunctionCall(function, (MODEL, Members((self.modules,))), keywords)
         yield Once(call=call, note=self.place)
-
-    def decisions(self, question: Question) -> Iterator[Decision]:
-        yield from decision_on(self.modules, self.headline(question.mesh), question)
 
     PHASE: ClassVar = Phase.CAPACITY
     WORD: ClassVar = "capacity"

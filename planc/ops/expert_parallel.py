@@ -20,7 +20,6 @@ from planc.ops.base import (
 )
 from planc.ops.call import Context, Each, FunctionCall, MeshOf, ScriptFunction, Step, drop_none
 from planc.ops.claims import CallClaim, ObservedCall, module_claim
-from planc.ops.decisions import Decision, Question, decision_on
 
 ALL_TO_ALL: Literal["all_to_all"] = "all_to_all"
 ALL_REDUCE: Literal["all_reduce"] = "all_reduce"
@@ -90,9 +89,6 @@ class DispatchExperts(Op):
             "standalone.expert_parallel:dispatch_experts", (mesh, self.dispatch), keywords
         )
         yield Each(modules=self.modules, calls=(call,), note=self.place)
-
-    def decisions(self, question: Question) -> Iterator[Decision]:
-        yield from decision_on(self.modules, self.headline(question.mesh), question)
 
     PHASE: ClassVar = Phase.EXPERTS
     WORD: ClassVar = "experts"

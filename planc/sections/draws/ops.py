@@ -7,7 +7,6 @@ from typing import ClassVar
 from planc.model.facts import Modules
 from planc.ops import call, phrases
 from planc.ops.base import OMIT, Axes, Axis, AxisSizes, Phase, Where
-from planc.ops.decisions import Decision, Question, decision_on
 from planc.ops.registry import SectionOp
 
 
@@ -76,9 +75,6 @@ class DrawByRank(SectionOp):
         keywords = call.drop_none(inside=self.inside, after=self.after)
         made = call.FunctionCall("sections.draws.standalone:draw_by_rank", (mesh,), keywords)
         yield call.Each(modules=self.modules, calls=(made,), note=self.place)
-
-    def decisions(self, question: Question) -> Iterator[Decision]:
-        yield from decision_on(self.modules, self.headline(question.mesh), question)
 
     SECTION: ClassVar = "draws"
     PHASE: ClassVar = Phase.RANDOM

@@ -18,7 +18,6 @@ from planc.ops.call import (
     drop_none,
 )
 from planc.ops.claims import CallClaim, ObservedCall, module_claim
-from planc.ops.decisions import Decision, Question, decision_on
 from planc.ops.registry import SectionOp
 
 Fraction = Annotated[int | float, Form({"type": "number", "minimum": 0, "maximum": 1})]
@@ -79,9 +78,6 @@ class ChunkLoss(SectionOp):
         terms = (*drop_none(chunks=self.chunks), *self._terms())
         call = FunctionCall("standalone.loss:chunk_loss", (MODEL,), terms)
         yield Each(modules=self.modules, calls=(call,), note=self.place)
-
-    def decisions(self, question: Question) -> Iterator[Decision]:
-        yield from decision_on(self.modules, self.headline(question.mesh), question)
 
     PHASE: ClassVar = Phase.LOSS
     WORD: ClassVar = "loss"
