@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def command() -> None:
-    """The script `planc`: runs a command, and ends the process with its exit code."""
+    """Entry point of the script `planc`: runs a command and exits with its code."""
     try:
         sys.exit(main())
     finally:
@@ -79,7 +79,7 @@ def command() -> None:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    """The arguments of a command; the parsers of the others, which take time, are not made."""
+    """Parses the arguments of a command, with only the parser of that command, to save time."""
     name, *words = arguments
     if name not in COMMANDS:
         return _parser().parse_args(arguments)

@@ -44,7 +44,7 @@ NEED_TORCH = (
     "prints_as_it_is_written",
     "differ_are_one_set",
     "pipeline:",  # torch's schedules
-    "timetables:",
+    "schedule-files:",
     "What a step sends",
 )
 """Parts of the names of tests that import torch all the same."""

@@ -109,13 +109,13 @@ def measure(
     image_size: tuple[int, ...] = (),
     allow_code: bool = False,
 ) -> MeasuredRanks:
-    """The bytes that ranks of a plan hold in a step, counted by running one of each place of the
-    pipeline in a process of its own.
+    """Returns the bytes that ranks of a plan hold in a step, counted by running each pipeline
+    rank in a separate process.
 
     Args:
         batch, seq, micro_batches, hardware, optimizer, attention: as for `estimate`.
         exact: whether all layers are run, not a few.
-        stages: places in the pipeline; none for all.
+        stages: the pipeline ranks to run, by number; empty for all.
         device: `cpu` or `cuda`, on whose memory all layers are run and timed; empty for fake
             tensors, which have none.
         layers: of a model with fewer; None for all.

@@ -68,7 +68,7 @@ def _heads(rule: ContextRule, plan: Plan, facts: Facts, sink: Sink) -> None:
             help = f"write a divisor of {size}"
             sink.error("PL542", message, op.origin, help=help)
             return
-        ranks = op.neighbours(size)
+        ranks = op.ulysses_ranks(size)
         every = plan.mesh.size(*tensor) * ranks
         for field, kind in kinds.items():
             heads = facts.config.get(field)

@@ -59,7 +59,7 @@ def _not_experts(rule: ExpertRule, plan: Plan) -> tuple[str, *tuple[Label, ...]]
     if backend is not None and plan.mesh.experts:
         label = Label(span=backend.origin, text=backend.TITLE)
         return (
-            f"{name} is in a unit of {backend.TITLE}, which knows nothing of divided experts",
+            f"{name} is in a unit of {backend.TITLE}, which does not support expert parallelism",
             label,
         )
     return None
@@ -141,7 +141,7 @@ def _compiled_limits(rule: ExpertRule, plan: Plan, sink: Sink) -> None:
 
 
 def _sizes(rule: ExpertRule, experts: ExpertMesh, plan: Plan, sink: Sink) -> None:
-    """PL550: the ranks do not divide the experts, or read different tokens."""
+    """PL550: the number of expert-parallel ranks does not fit the experts or the dispatch."""
     ranks = experts.ranks
     count = expert_count(rule.modules.module) or 0
     alike = (a.name for a in plan.mesh.of_role(AxisRole.TENSOR) if a.name in experts.axes)
@@ -155,14 +155,15 @@ def _sizes(rule: ExpertRule, experts: ExpertMesh, plan: Plan, sink: Sink) -> Non
     if outside:
         sink.error(
             "PL550",
-            f"{ranks.name} is not made of ranks of `{outside[0].name}`, which have the same tokens",
+            f"{ranks.name} excludes the ranks of `{outside[0].name}`, which have the same tokens",
             Label(span=outside[0].origin, text=f"{outside[0].name} is {outside[0].size}"),
             label,
             help=f"name the tensor axis `{EXPERT_AXES[-1]}`",
         )
     elif count % ranks.size:
         fits = one_of([str(n) for n in divisors(count, 64)])
-        message = f"{ranks.size:,} ranks cannot divide the {count:,} experts of `{rule.modules}`"
+        divided = f"{count:,} experts of `{rule.modules}`"
+        message = f"{ranks.name} = {ranks.size:,} does not divide the {divided}"
         hint = f"{ranks.name} can be {fits} here"
         sink.error("PL550", message, Label(span=rule.origin), label, help=hint)
     elif rule.dispatch == ALL_REDUCE and tensor % ranks.size:
@@ -181,7 +182,7 @@ def _sizes(rule: ExpertRule, experts: ExpertMesh, plan: Plan, sink: Sink) -> Non
 
 
 def _units(experts: ExpertMesh, plan: Plan, facts: Facts, sink: Sink) -> None:
-    """PL552: divided experts are sharded over `ep_shard`, and nothing else is."""
+    """PL552: FSDP shards expert-parallel weights over `ep_shard`, and nothing else."""
     rest = (experts.rest.name,)
     outer = _outer_axes(experts, plan)
     equal = (plan.mesh.wide(rest), outer)
@@ -203,24 +204,24 @@ def _units(experts: ExpertMesh, plan: Plan, facts: Facts, sink: Sink) -> None:
         placed = found[0].spread or found[0].unit
         named = several(own.modules for own in found)
         rules = [r for r in dividing(plan) for own in found if r.modules.overlap(own.modules)]
-        labels = [Label(span=r.origin, text="divided here") for r in rules[:1]]
+        labels = [Label(span=r.origin, text="expert-parallel here") for r in rules[:1]]
         labels += [Label(span=placed.origin, text="their unit")] if placed else []
         labels = labels or [Label(span=plan.fsdp.origin if plan.fsdp else plan.origin)]
         if rules:
             on = " * ".join(plan.fsdp.axes(placed)[0]) if plan.fsdp and placed else "no ranks"
-            message = f"{named} is divided over {experts.ranks.name}, and FSDP shards it over {on}"
+            message = f"{named} is expert-parallel over {experts.ranks.name}, but FSDP uses {on}"
             help = f"write `{rules[0].modules} : unit(on = {rest[0]})`"
-            fact = f"ranks with the same experts are those of {rest[0]} = {experts.rest.size}"
+            fact = f"the ranks of {rest[0]} = {experts.rest.size} hold the same experts"
         else:
-            message = f"{named} is sharded over {rest[0]}, whose ranks share divided experts alone"
+            message = (
+                f"{named} is sharded over {rest[0]}, which is only for expert-parallel weights"
+            )
             fact, help = "other parameters are equal on all ranks", f"remove `on = {rest[0]}`"
         sink.error("PL552", message, *labels, facts=[fact], help=help)
 
 
 def _outer_axes(experts: ExpertMesh, plan: Plan) -> tuple[str, ...] | None:
-    """The axes of the mesh whose ranks have the same experts, where no axis is divided between
-    these ranks and those that divide the experts; None otherwise.
-    """
+    """The axes whose ranks hold the same experts; None if `ep` covers only a part of an axis."""
     axes = [*plan.mesh.wide(experts.axes)]
     while plan.mesh.size(*axes) > experts.rest.size:
         axes.pop()

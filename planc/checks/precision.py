@@ -227,7 +227,9 @@ def _check_gather_dtype(rule: AdapterRule, own: Owned, plan: Plan, sink: Sink) -
 
 
 def _split(rule: AdapterRule, base: TensorRule, part: Modules, plan: Plan, sink: Sink) -> None:
-    """Ranks quantize their shards: equal weights take whole blocks, and unquantized scales."""
+    """Reports PL684: a rank's shard of a 4-bit weight would be quantized in other blocks than the
+    full weight.
+    """
     assert rule.quantize is not None
     reason = _misalignment(rule, base, part, ranks(plan, base))
     if reason is None:
@@ -246,7 +248,7 @@ def _split(rule: AdapterRule, base: TensorRule, part: Modules, plan: Plan, sink:
 def _misalignment(
     rule: AdapterRule, base: TensorRule, part: Modules, count: int
 ) -> tuple[str, str] | None:
-    """(why shards are not whole blocks, the fix), or None."""
+    """Returns why a rank's shard is not a multiple of the 4-bit block, and the fix; else None."""
     assert rule.quantize is not None
     block, high = rule.quantize.block, f"blocks of {rule.quantize.block}"
     if not isinstance(base.style, Colwise | Rowwise):

@@ -40,10 +40,10 @@ def _report(text: str, rules: list[TensorRule], sink: Sink) -> None:
     places = several(rule.modules for rule in rules)
     reasons = dict.fromkeys(rule.inferred.text for rule in rules if rule.inferred)
     lines, facts = dict.fromkeys(rule.origin for rule in rules), list(reasons)[:3]
-    help = f"write `{text}` there; or how the weights are split alone, with `sequence = auto`"
+    help = f"write `{text}` there; or write only the splits of weights, with `sequence = auto`"
     if cut:
-        message = f"no rule states the layout of what {places} takes or gives"
+        message = f"no rule states the layouts of the inputs and outputs of {places}"
         sink.warning("PL162", message, *lines, facts=facts, help=help)
     else:
-        message = f"no rule sums the gradient of {places}, of which each rank has a summand"
+        message = f"no rule sums the partial gradients of {places}"
         sink.warning("PL161", message, *lines, facts=facts, help=help)

@@ -32,7 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--order",
         action="store_true",
-        help="run a rank alone, and say what it calls in a step, in order",
+        help="run a rank alone, and list the collectives that it calls in a step, in order",
     )
     shared_arguments.batch(parser, required=False)
     kept = parser.add_mutually_exclusive_group()

@@ -183,7 +183,9 @@ def training_step(parser: argparse.ArgumentParser, *, required: bool, kernels: b
 
 def sends(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--sends", action="store_true", help="say what a step sends (bytes by --batch and --seq)"
+        "--sends",
+        action="store_true",
+        help="list the collectives of a step (with bytes by --batch and --seq)",
     )
 
 

@@ -60,6 +60,7 @@ def reading_specs_once() -> Iterator[None]:
     compute = OpSchema.args_spec.fget
 
     def args_spec(schema: Any) -> tuple[DTensorSpec, ...]:
+        specs: tuple[DTensorSpec, ...]
         arguments, specs = schema.__dict__.get("_planc_specs", (None, ()))
         if arguments is not schema.args_schema:
             specs = compute(schema)

@@ -50,23 +50,25 @@ def minor(version: str) -> str:
 
 
 def tested_versions(library: str) -> list[str]:
-    """The minor versions of a library that a row ran with, in the order of the rows."""
+    """The minor versions of a library that planc is tested with, in the order of `ROWS`."""
     return list(dict.fromkeys(minor(row.pins[library]) for row in ROWS if row.ran))
 
 
 def untested_message(installed: Mapping[str, str]) -> str:
-    """The message of PL744; empty if rows ran with all versions. The argument is as of
-    `untested_versions`.
+    """The message of PL744; empty if planc is tested with all installed versions.
+
+    Args:
+        installed: versions by library, see `untested_versions`.
     """
     others = untested_versions(installed)
     return f"planc is not tested with {one_of(others)}" if others else ""
 
 
 def untested_versions(installed: Mapping[str, str]) -> list[str]:
-    """`torch 2.15.0` for each installed library whose minor version no row ran with.
+    """The installed libraries whose minor version is not tested, as `torch 2.15.0`.
 
     Args:
-        installed: versions by library; one that is not installed has none, or `none`.
+        installed: versions by library; a library that is not installed is missing, or has `none`.
     """
     return [
         f"{name} {version}"

@@ -40,7 +40,7 @@ def render(diagnostics: Iterable[Diagnostic]) -> str:
 
 
 def _rules(codes: Iterable[str]) -> list[dict[str, Any]]:
-    """3.49: the description of each code, from its page."""
+    """The `reportingDescriptor` of each code (3.49), with the text of its page."""
     rules = []
     for code in codes:
         title = CODES[code].title
@@ -69,7 +69,7 @@ def _result(diagnostic: Diagnostic, rule: int) -> dict[str, Any]:
 
 
 def _location(label: Label) -> dict[str, Any]:
-    """3.28: the region ends after its last character, and is never empty here."""
+    """The `location` of a label (3.28). A region ends after its last character; it is not empty."""
     source = label.span.source
     line, column = source.position(label.span.start)
     end_line, end = source.position(label.span.end)

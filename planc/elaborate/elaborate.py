@@ -261,7 +261,7 @@ def _axes(program: Program, mesh: Mesh) -> None:
             hint = has if made_of else did_you_mean(axis.path, names, has)
             if axis.path == EXPERTS and _divides(program):
                 hint = (
-                    "it is made of ranks of other axes; FSDP shards divided experts over the "
+                    "`ep` covers ranks of other axes; FSDP shards expert-parallel weights over the "
                     "rest of them: `unit(on = ep_shard)`"
                 )
             program.sink.error(

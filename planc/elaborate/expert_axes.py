@@ -17,17 +17,17 @@ _LISTED = 12  # legal sizes that a message lists
 def expert_mesh(
     mesh: Mesh, ranks: MeshAxis | None, inside: MeshAxis | None, program: Program
 ) -> Mesh:
-    """The mesh with the ranks that divide experts, innermost ranks first.
+    """Returns the mesh with its expert-parallel ranks, innermost ranks first.
 
     `dp_shard * cp * tp = ep_shard * ep`, as in torchtitan, and `dp_shard * cp = ep_shard * ep`
-    where the ranks of `tp` split each expert (torchtitan's expert_tensor_parallel_degree, which is
-    1 or the tensor degree there too). So that ranks of one tensor axis stay together, `ep` is the
-    size of whole inner axes times a divisor of the next one.
+    if the ranks of `tp` shard each expert (torchtitan's expert_tensor_parallel_degree, which is
+    1 or the tensor degree there too). `ep` is the size of whole inner axes times a divisor of the
+    next one, so that ranks of one tensor axis stay together.
 
     Args:
-        mesh: of the axes, without them.
-        ranks: that divide the experts; None for one.
-        inside: ranks that split the inside of each expert; None for one.
+        mesh: the axes, without `ep`.
+        ranks: the expert-parallel ranks; None for one.
+        inside: the ranks that shard the weights of each expert; None for one.
     """
     *_, tensor = EXPERT_AXES
     if inside and (ranks is None or inside.size != mesh.size(tensor)):
@@ -48,20 +48,20 @@ def expert_mesh(
 
 
 def _no_split(mesh: Mesh, ranks: MeshAxis | None, inside: MeshAxis, program: Program) -> None:
-    """PL550: no experts are divided, or other ranks than those of the tensor axis split them."""
+    """Reports PL550: `ep` is 1, or `etp` is not the size of the tensor axis."""
     program.broken.add("expert")
     *_, tensor = EXPERT_AXES
     if ranks is None:
-        message = f"`{inside.name} = {inside.size:,}`: no experts are divided, as {EXPERTS} is 1"
-        hint = f"set `{inside.name} = 1`; styles split experts that all ranks have"
+        message = f"`{inside.name} = {inside.size:,}` needs expert parallelism, and {EXPERTS} is 1"
+        hint = f"set `{inside.name} = 1`; styles shard experts without expert parallelism"
     else:
-        message = f"`{inside.name} = {inside.size:,}`: these ranks cannot split each expert"
+        message = f"`{inside.name} = {inside.size:,}` does not fit this mesh"
         hint = f"{inside.name} can be 1 or the size of {tensor}, {mesh.size(tensor):,}"
     program.sink.error("PL550", message, inside.origin, help=hint)
 
 
 def legal_sizes(sizes: Sequence[int]) -> Iterator[int]:
-    """The numbers of ranks that may divide experts, along axes of these sizes, outermost first."""
+    """Yields the sizes that `ep` can have along axes of these sizes, outermost first."""
     inner = 1
     for size in reversed(sizes):
         for some in range(1, int(size**0.5) + 1):
@@ -74,7 +74,7 @@ def legal_sizes(sizes: Sequence[int]) -> Iterator[int]:
 def _illegal(
     mesh: Mesh, ranks: MeshAxis, axes: Sequence[MeshAxis], fits: list[int], program: Program
 ) -> None:
-    program.broken.add("expert")  # no rank divides them, so nothing follows from how they are held
+    program.broken.add("expert")  # the layout of the experts is unknown
     made = " * ".join(f"{a.name} {a.size}" for a in axes) or "no axis"
     shown = one_of([f"{n:,}" for n in fits[:_LISTED]]) + (" or more" * (len(fits) > _LISTED))
     facts = [f"{EXPERTS} is made of {made} = {prod(a.size for a in axes):,} ranks"]
@@ -82,9 +82,10 @@ def _illegal(
         facts.append("no world size is given, so `auto` counts as 1")
     program.sink.error(
         "PL550",
-        f"`{EXPERTS} = {ranks.size:,}`: these ranks cannot divide the experts",
+        f"`{EXPERTS} = {ranks.size:,}` does not fit this mesh",
         ranks.origin,
         *(Label(span=a.origin, text=f"{a.name} is {a.size}") for a in axes if a.size > 1),
         facts=facts,
-        help=f"{EXPERTS} can be {shown} here: whole inner axes, and a part of the next one",
+        help=f"use {shown}: `{EXPERTS}` covers whole axes from the innermost one, and a divisor "
+        "of the next one",
     )

@@ -34,7 +34,7 @@ class Program:
         sizes: those in the heads of sections that `--set` gives, by name.
         mesh: sized the first time an axis is looked up.
         roles_used: where an extended plan first uses a role that no let defines, by its name.
-        timetables: the texts of schedule files, by the place of the call that names each.
+        schedule_files: the texts of schedule files, by the place of the call that names each.
         broken: sections with errors.
     """
 
@@ -51,7 +51,7 @@ class Program:
     mesh: Mesh | None = None
     sized: bool = False
     roles_used: dict[str, Span] = field(default_factory=dict)
-    timetables: dict[Span, str] = field(default_factory=dict)
+    schedule_files: dict[Span, str] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
 
     def sections_named(self, name: str) -> Iterator[ast.Section]:
@@ -72,7 +72,7 @@ def gather(
     given = dict(_setting(text, program.sink) for text in settings)
     given.pop("", None)
     statements = [s for file in files for s in file.statements]
-    program.timetables.update(pair for file in files for pair in file.timetables)
+    program.schedule_files.update(pair for file in files for pair in file.schedule_files)
     _define_settings(files, program, given)
     program.roles_used = _roles_used(files)
     # names first, so that a condition may use what stands below it or in a plan that extends

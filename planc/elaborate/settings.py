@@ -53,7 +53,7 @@ EP = PlanSetting(
     default=1,
     axis=True,
     section="expert",
-    meaning="ranks that divide the experts, of those along dp_shard, cp and tp",
+    meaning="ranks with different experts (expert parallelism), of those along dp_shard, cp and tp",
 )
 ETP = PlanSetting(
     word=EXPERT_TENSOR,

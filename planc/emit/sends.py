@@ -1,4 +1,4 @@
-"""Writes what a step sends, as text and as JSON."""
+"""Writes the collectives of a step and their communication volume, as text and as JSON."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -28,7 +28,7 @@ def _row(one: Sent, step: Step) -> Sequence[str]:
 
 
 def document(step: Step) -> dict[str, Any]:
-    """`sends`, with bytes of one collective or null, and what is `not_counted`."""
+    """The collectives as plain data: bytes of one, or null if unknown; and what is not counted."""
     rows = [
         {
             "operation": one.word,
@@ -45,7 +45,7 @@ def document(step: Step) -> dict[str, Any]:
 
 
 def changes(sides: Mapping[str, Step]) -> Iterator[str]:
-    """The kinds of collectives of an operation that a change adds, removes, or sends otherwise.
+    """Yields the collectives that a change of a plan adds or removes, or whose volume it changes.
 
     Args:
         sides: `old` and `new`.

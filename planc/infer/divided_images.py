@@ -1,5 +1,5 @@
-"""Adds rules for axes whose ranks divide the images of a batch: each rank has a partial gradient of
-the tower, and these are summed once.
+"""Adds rules for axes that shard the images of a batch: each rank has partial gradients of the
+vision encoder, and they are summed once.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from planc.model.module_table import parts_of_images, puts_images, towers
 from planc.ops import styles as st
 from planc.ops.layouts import Replicate
 
-_REASON = "each rank runs it on its own images, so its gradient is a summand"
+_REASON = "each rank runs it on its own images, so its gradient is partial"
 
 
 def divide_images(plan: Plan, facts: Facts, sink: Sink) -> Plan:
@@ -95,9 +95,9 @@ def _of_tower(modules: Modules, holder: Modules) -> bool:
 def _also_elsewhere(setting: ImagesSetting, holder: Modules, part: str, sink: Sink) -> None:
     sink.error(
         "PL572",
-        f"`{holder}.{part}` computes features of images, and the code of `{holder}` uses it for "
-        f"other things too: a rank of {setting.axis} would have a summand of one gradient, and the "
-        "whole of the other",
+        f"`{holder}.{part}` computes features of images, and `{holder}` also uses it for other "
+        f"inputs: on a rank of {setting.axis} its gradient would be partial for images, and "
+        "complete for the others",
         setting.origin,
         help="remove `images = rows`",
     )

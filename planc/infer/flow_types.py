@@ -135,9 +135,9 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Around:
-    """The settings of the inference inside a module: whether outputs may be parts of the sequence,
-    the outputs that were changed to fix clashes, whether a module may enter parts of the sequence,
-    whether inputs are DTensors, and whether clashes are fixed.
+    """The settings of the inference inside a module: whether outputs may be sequence shards, the
+    outputs that were changed to fix clashes, whether a module may shard hidden states on the
+    sequence, whether inputs are DTensors, and whether clashes are fixed.
     """
 
     sequence: bool

@@ -1,4 +1,4 @@
-"""Partial gradients: what each rank uses whole, with what it has of its own, gets a summand."""
+"""Rules that sum partial gradients, of replicated tensors that ranks use with different data."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from planc.ops import styles as st
 from planc.ops.styles import Replicate
 
 _SLICES = frozenset({"split", "__getitem__", "chunk", "narrow", "split_with_sizes"})
-_REASON = "each rank uses it with what it has of its own, so its gradient is a summand"
+_REASON = "each rank uses it with its own shard of other tensors, so its gradient is partial"
 
 
 def gradient_sums(of: FlowOperations, state: State) -> Iterator[FoundRule]:

@@ -66,36 +66,38 @@ def infer_layouts(plan: Plan, facts: Facts, sink: Sink) -> Plan:
         model.layers.*.self_attn          : input(shard(1) -> replicate)
         model.layers.*.input_layernorm    : sequence
 
-    The lines of code that draw random numbers are noted in the plan too.
+    It also records the lines of code that generate random numbers in the plan.
     """
     for setting in plan.sequence:
         if plan.mesh.size(setting.axis) > 1 and "tensor" not in plan.broken:
             plan = _Section(plan, facts, setting, sink).infer()
     if "tensor" not in plan.broken:
         plan = _complete_layouts(plan, facts, sink)
-    for section, own in () if "tensor" in plan.broken else _stated_sections(plan, facts, sink):
-        found = section.record(own)
-        plan = section.check_observations(plan, found)
-        if not isinstance(found, Unrepresented | str):
-            _, _, small, flow = found
+    for section, rules in () if "tensor" in plan.broken else _stated_sections(plan, facts, sink):
+        recorded = section.record(rules)
+        plan = section.check_observations(plan, recorded)
+        if not isinstance(recorded, Unrepresented | str):
+            _, _, small, flow = recorded
             if isinstance(layouts := section.complete(flow, small), Layouts):
                 section.cut(flow, small, layouts)
     return plan
 
 
 def _complete_layouts(plan: Plan, facts: Facts, sink: Sink) -> Plan:
-    """The plan with the layouts of sections without the setting whose rules are splits alone, and
-    that lack layouts as they are: those of whole hidden states, where the splits have such.
+    """Completes the layouts of sections without `sequence` whose rules are only splits and lack
+    layouts. Hidden states between blocks stay replicated, if the splits allow it.
     """
-    for section, own in [*_stated_sections(plan, facts, Sink())]:
+    for section, rules in [*_stated_sections(plan, facts, Sink())]:
         axis = section.setting.axis
-        if all(rule.open for rule in plan.tensor if rule.axis == axis) and any(section.errors(own)):
+        if all(rule.open for rule in plan.tensor if rule.axis == axis) and any(
+            section.errors(rules)
+        ):
             setting = replace(section.setting, wanted=False)
-            trial, found = replace(plan, sequence=(*plan.sequence, setting)), Sink()
-            made = _Section(trial, facts, setting, found).infer()
-            if not found.errors:
-                plan = made
-                sink.add(*found)
+            completed, findings = replace(plan, sequence=(*plan.sequence, setting)), Sink()
+            inferred = _Section(completed, facts, setting, findings).infer()
+            if not findings.errors:
+                plan = inferred
+                sink.add(*findings)
     return plan
 
 
@@ -103,8 +105,8 @@ def layout_errors(plan: Plan, facts: Facts) -> Iterator[LayoutClash | TensorRule
     """Yields the rules that must follow from those of sections that state all layouts, and are not
     stated, and where stated layouts do not go with what flows; nothing where the flow is not known.
     """
-    for section, own in _stated_sections(plan, facts, Sink()):
-        yield from section.errors(own)
+    for section, rules in _stated_sections(plan, facts, Sink()):
+        yield from section.errors(rules)
 
 
 def _stated_sections(
@@ -113,16 +115,16 @@ def _stated_sections(
     """Yields the sections that state all layouts, each with its rules."""
     inferred_axes = {setting.axis for setting in plan.sequence}
     for axis in (each for each in split_axes(plan) if each not in inferred_axes):
-        own = tuple(replace(r, open=False) for r in plan.tensor if r.axis == axis)
-        parts = any(has_sequence_shards(rule.style) for rule in own)
-        setting = SequenceSetting(axis=axis, wanted=parts, origin=own[0].origin)
-        yield _Section(plan, facts, setting, sink), own
+        rules = tuple(replace(r, open=False) for r in plan.tensor if r.axis == axis)
+        parts = any(has_sequence_shards(rule.style) for rule in rules)
+        setting = SequenceSetting(axis=axis, wanted=parts, origin=rules[0].origin)
+        yield _Section(plan, facts, setting, sink), rules
 
 
 def has_sequence_shards(style: Style) -> bool:
     """Whether inputs or outputs of a style are sequence shards."""
-    made = contract(style)
-    flows = () if made.sums else (*made.takes, *made.gives)
+    style_contract = contract(style)
+    flows = () if style_contract.sums else (*style_contract.takes, *style_contract.gives)
     return any(Shard(1) in flow.forward for flow in flows)
 
 
@@ -137,24 +139,24 @@ class _Section:
 
     def infer(self) -> Plan:
         plan, setting = self.plan, self.setting
-        own = tuple(r for r in plan.tensor if r.axis == setting.axis)
-        if not own:
+        section_rules = tuple(r for r in plan.tensor if r.axis == setting.axis)
+        if not section_rules:
             return plan
-        found = self.record(own)
-        if isinstance(found, Unrepresented | str):
-            return self._unknown(found)
-        source, state, small, flow = found
-        plan = self.check_observations(plan, found)
+        recorded = self.record(section_rules)
+        if isinstance(recorded, Unrepresented | str):
+            return self._unknown(recorded)
+        source, state, small, flow = recorded
+        plan = self.check_observations(plan, recorded)
         layouts = None if "tensor" in plan.broken else self._layouts(flow, small)
         if layouts is None:
             return replace(plan, broken=plan.broken | {"tensor"})
         self.cut(flow, small, layouts)
-        memo, key = self.facts.memo, (*_rules_key(own), setting.wanted, setting.origin)
+        memo, key = self.facts.memo, (*_rules_key(section_rules), setting.wanted, setting.origin)
         if key not in memo:
-            made = _Carried(flow, state, small, layouts, setting)
-            if problem := made.uneven or made.unsized_linear(source.facts):
+            carried = _Carried(flow, state, small, layouts, setting)
+            if problem := carried.uneven or carried.unsized_linear(source.facts):
                 return self._unknown(problem)
-            sized = tuple(rule.for_model(self.facts) for rule in made.rules())
+            sized = tuple(rule.for_model(self.facts) for rule in carried.rules())
             self.facts.remember(key, sized)
         rules = memo[key]
         others = tuple(r for r in plan.tensor if r.axis != setting.axis)
@@ -162,13 +164,14 @@ class _Section:
             self._in_part(flow, layouts)
         return replace(plan, tensor=(*rules, *others))
 
-    def check_observations(self, plan: Plan, found: Recorded | Unrepresented | str) -> Plan:
-        """The plan with the lines of code outside of nn.Dropout that draw random numbers; reports
-        PL528: a rule for an input that a module did not get.
+    def check_observations(self, plan: Plan, recorded: Recorded | Unrepresented | str) -> Plan:
+        """Adds the lines of code outside of nn.Dropout that generate random numbers to the plan.
+
+        Reports PL528: a rule for an input that a module did not get.
         """
-        if isinstance(found, Unrepresented | str):
+        if isinstance(recorded, Unrepresented | str):
             return plan
-        source, _, small, flow = found
+        source, _, small, flow = recorded
         before = self.sink.errors
         for rule in {r.origin: r for r in small if isinstance(r.style, Input)}.values():
             self._ungiven(rule, flow)
@@ -207,21 +210,21 @@ class _Section:
             help=f"name the input as the code passes it: `input({name}{stated[lacking]})`",
         )
 
-    def errors(self, own: tuple[TensorRule, ...]) -> Iterator[LayoutClash | TensorRule]:
+    def errors(self, section_rules: tuple[TensorRule, ...]) -> Iterator[LayoutClash | TensorRule]:
         """Yields what complete rules lack, and where they clash: as of `layout_errors`."""
-        found = self.record(own)
-        if isinstance(found, Unrepresented | str):
+        recorded = self.record(section_rules)
+        if isinstance(recorded, Unrepresented | str):
             return
-        _, state, small, flow = found
+        _, state, small, flow = recorded
         layouts = self.complete(flow, small)
         if isinstance(layouts, Clash):
             why = _why(layouts)
             blamed = _clash_lines(flow, why, small)
-            lines = tuple(o for o in dict.fromkeys(r.origin for r in own) if o in blamed)
+            lines = tuple(o for o in dict.fromkeys(r.origin for r in section_rules) if o in blamed)
             yield LayoutClash(text=_lines(flow, why)[0], origins=lines)
             return
-        made = _Carried(flow, state, small, layouts, self.setting)
-        yield from (rule.for_model(self.facts) for rule in made.rules() if rule.inferred)
+        carried = _Carried(flow, state, small, layouts, self.setting)
+        yield from (rule.for_model(self.facts) for rule in carried.rules() if rule.inferred)
 
     def complete(self, flow: DataFlow, small: tuple[TensorRule, ...]) -> Layouts | Clash:
         """Infers the layouts of the flow with complete rules."""
@@ -245,22 +248,22 @@ class _Section:
                 "else gather its output: `colwise(-> replicate)`",
             )
 
-    def record(self, own: tuple[TensorRule, ...]) -> Recorded | Unrepresented | str:
+    def record(self, rules: tuple[TensorRule, ...]) -> Recorded | Unrepresented | str:
         """The shallowest proxy model whose blocks stand for all real ones, the rules on it, and its
         data flow, remembered with the facts: a search tries many plans with the same rules; or why
         there is none.
         """
-        memo, key = self.facts.memo, _rules_key(own)
+        memo, key = self.facts.memo, _rules_key(rules)
         if key in memo:
             kept: Recorded = memo[key]
             return kept
-        found = self._make_recording(own)
-        if not isinstance(found, Unrepresented | str):
-            self.facts.remember(key, found)
-        return found
+        recorded = self._make_recording(rules)
+        if not isinstance(recorded, Unrepresented | str):
+            self.facts.remember(key, recorded)
+        return recorded
 
-    def _make_recording(self, own: tuple[TensorRule, ...]) -> Recorded | Unrepresented | str:
-        bare = _restrict_rules(self.plan, own)
+    def _make_recording(self, rules: tuple[TensorRule, ...]) -> Recorded | Unrepresented | str:
+        bare = _restrict_rules(self.plan, rules)
         apart = variants(bare, self.facts, ends=True)
         problem: Unrepresented | str = ""
         for layers in _DEPTHS:
@@ -287,11 +290,11 @@ class _Section:
 
     def _layouts(self, flow: DataFlow, small: tuple[TensorRule, ...]) -> Layouts | None:
         """The layouts for the setting's value; None after PL505, PL525 or PL526."""
-        found = self._chosen(flow, small)
-        if isinstance(found, Layouts):
-            return found
+        layouts = self._chosen(flow, small)
+        if isinstance(layouts, Layouts):
+            return layouts
         if not self._report_contradiction(flow, small):
-            self._impossible(flow, found, small)
+            self._impossible(flow, layouts, small)
         return None
 
     def _chosen(self, flow: DataFlow, small: Sequence[TensorRule]) -> Layouts | tuple[Tried, ...]:
@@ -311,10 +314,10 @@ class _Section:
         """Reports the stated layouts (PL505) without which there are layouts."""
         stated = dict.fromkeys(rule.origin for rule in small if not rule.open)
         for origin in stated:
-            found = self._chosen(
+            layouts = self._chosen(
                 flow, [without_layouts(r) if r.origin == origin else r for r in small]
             )
-            if not isinstance(found, Layouts):
+            if not isinstance(layouts, Layouts):
                 continue
             why = self._chosen(flow, small)
             reasons = "" if isinstance(why, Layouts) else _lines(flow, why[-1:])[0]
@@ -363,11 +366,11 @@ class _Section:
 
 def _origins(flow: DataFlow, rules: Iterable[TensorRule]) -> dict[str, list[Span]]:
     """The lines of the rules of each module, by the first name that the flow knows it by."""
-    found: dict[str, list[Span]] = {}
+    lines: dict[str, list[Span]] = {}
     for rule in rules:
         for name in rule.modules.names():
-            found.setdefault(flow.alias.get(name, name), []).append(rule.origin)
-    return found
+            lines.setdefault(flow.alias.get(name, name), []).append(rule.origin)
+    return lines
 
 
 def _clash_lines(
@@ -375,21 +378,21 @@ def _clash_lines(
 ) -> tuple[Span, ...]:
     """The lines of the rules that gave the tensors of clashes."""
     lines = _origins(flow, rules)
-    return tuple(dict.fromkeys(o for one in why for n in one.rules for o in lines.get(n, ())))
+    return tuple(dict.fromkeys(o for clash in why for n in clash.rules for o in lines.get(n, ())))
 
 
 def _lines(flow: DataFlow, why: Iterable[Tried]) -> list[str]:
-    places = ((one.text, flow.lines[one.line]) for one in why)
+    places = ((clash.text, flow.lines[clash.line]) for clash in why)
     return [f"{text}  ({line})" if str(line) else text for text, line in places]
 
 
 def _styles(rules: Iterable[TensorRule]) -> Known:
     """The splits and the complete styles of some rules, by the names of modules."""
-    found: tuple[dict[str, list[Style]], dict[str, list[Style]]] = ({}, {})
+    by_state: tuple[dict[str, list[Style]], dict[str, list[Style]]] = ({}, {})
     for rule in rules:
         for name in rule.modules.names():
-            found[not rule.open].setdefault(name, []).append(rule.style)
-    splits, stated = (tuple((n, tuple(s)) for n, s in some.items()) for some in found)
+            by_state[not rule.open].setdefault(name, []).append(rule.style)
+    splits, stated = (tuple((n, tuple(s)) for n, s in styles.items()) for styles in by_state)
     return splits, stated
 
 
@@ -410,11 +413,11 @@ def without_layouts(rule: TensorRule) -> TensorRule:
     return replace(rule, style=style, open=True)
 
 
-def _why(found: Layouts | Clash | None) -> tuple[Tried, ...]:
-    if isinstance(found, Layouts):
-        return found.why
-    if isinstance(found, Clash):
-        return (Tried("", str(found), found.line, found.rules),)
+def _why(layouts: Layouts | Clash | None) -> tuple[Tried, ...]:
+    if isinstance(layouts, Layouts):
+        return layouts.why
+    if isinstance(layouts, Clash):
+        return (Tried("", str(layouts), layouts.line, layouts.rules),)
     return ()
 
 
@@ -459,12 +462,12 @@ class _Carried:
         """The fix if widths of modules do not tell the number of rotary features of a linear; None
         if they do.
         """
-        for found in self.layouts.rules:
-            if isinstance(found.style, MlaKv) and found.module not in self.fixed:
-                width = small.module_at(found.module).module.parameters[0].shape[0]
-                rest = (small.module_at(b).module.parameters[0].shape[-1] for b in found.beside)
-                if width - sum(rest) != found.style.rope:
-                    return f"state `mla_kv(rope = ...)` of `{generic(found.module)}`"
+        for rule in self.layouts.rules:
+            if isinstance(rule.style, MlaKv) and rule.module not in self.fixed:
+                width = small.module_at(rule.module).module.parameters[0].shape[0]
+                rest = (small.module_at(b).module.parameters[0].shape[-1] for b in rule.beside)
+                if width - sum(rest) != rule.style.rope:
+                    return f"state `mla_kv(rope = ...)` of `{generic(rule.module)}`"
         return None
 
     def _block_rules(self, block: str) -> frozenset[tuple[str, Style]]:
@@ -481,57 +484,64 @@ class _Carried:
             for f in reversed(self.layouts.rules)
             if isinstance(f.style, SPLITS)
         }
-        made: list[TensorRule] = []
+        completed_rules: list[TensorRule] = []
         used: set[FoundRule] = set()
         for rule in self.small:
             for name in rule.modules.names():
                 first = self.flow.alias.get(name, name)
-                found = FoundRule(first, rule.style)
+                inferred = FoundRule(first, rule.style)
                 if rule.open:
-                    found = completed.get((first, type(rule.style)), found)
-                used.add(found)
-                self._add(made, found, rule.origin, self.state.real(name), rule)
-        for found in self.layouts.rules:
-            if found not in used:
-                self._add(made, found, self._origin(found), self.state.real(found.module))
-        return made
+                    inferred = completed.get((first, type(rule.style)), inferred)
+                used.add(inferred)
+                self._add(completed_rules, inferred, rule.origin, self.state.real(name), rule)
+        for inferred in self.layouts.rules:
+            if inferred not in used:
+                self._add(
+                    completed_rules,
+                    inferred,
+                    self._origin(inferred),
+                    self.state.real(inferred.module),
+                )
+        return completed_rules
 
-    def _origin(self, found: FoundRule) -> Span:
+    def _origin(self, rule: FoundRule) -> Span:
         """The line of the first split that a rule follows from, or of the setting."""
-        lines = (self.stated[w][-1] for w in found.weights if w in self.stated)
+        lines = (self.stated[w][-1] for w in rule.weights if w in self.stated)
         return next(lines, self.setting.origin)
 
     def _add(
         self,
-        made: list[TensorRule],
-        found: FoundRule,
+        rules: list[TensorRule],
+        inferred: FoundRule,
         origin: Span,
         places: Iterable[Modules],
         stated: TensorRule | None = None,
     ) -> None:
-        parent = found.module.rpartition(".")[0]
-        inside = [b.removeprefix(f"{parent}.") for b in found.beside if b.startswith(f"{parent}.")]
+        parent = inferred.module.rpartition(".")[0]
+        inside = [
+            b.removeprefix(f"{parent}.") for b in inferred.beside if b.startswith(f"{parent}.")
+        ]
         why = Inferred(
-            reason=found.reason,
-            weights=tuple(dict.fromkeys(map(generic, found.weights))),
-            code=str(self.flow.lines[found.line]),
-            beside=tuple(parse_path(one) for one in inside),
+            reason=inferred.reason,
+            weights=tuple(dict.fromkeys(map(generic, inferred.weights))),
+            code=str(self.flow.lines[inferred.line]),
+            beside=tuple(parse_path(name) for name in inside),
         )
         for modules in places:
             rule = TensorRule(
                 modules=modules,
                 axis=self.setting.axis,
-                style=found.style,
+                style=inferred.style,
                 written=stated.written if stated else NOWHERE,
                 origin=origin,
-                inferred=None if stated and found.style == stated.style else why,
+                inferred=None if stated and inferred.style == stated.style else why,
             )
-            for i, other in enumerate(made):
+            for i, other in enumerate(rules):
                 same = other.style == rule.style and other.origin == origin
                 same = same and other.modules.module == modules.module
                 both = other.modules.union(modules) if same else None
                 if both is not None:
-                    made[i] = replace(other, modules=both)
+                    rules[i] = replace(other, modules=both)
                     break
             else:
-                made.append(rule)
+                rules.append(rule)

@@ -65,7 +65,7 @@ class _Inference(FlowOperations):
                 self.heads |= heads
                 continue
             sums = tuple(gradient_sums(self, state))
-            summed = {found.module for found in sums}
+            summed = {rule.module for rule in sums}
             cut = {f.module for f in state.rules if _cut(f.style)} & summed
             uneven = self.uneven(state.rules)
             if uneven and uneven <= self.whole:
@@ -82,8 +82,8 @@ class _Inference(FlowOperations):
         seen = {f.module for f in kept}
         left = (
             FoundRule(name, style)
-            for name, some in self.splits.items()
-            for style in (some if name not in seen else ())
+            for name, styles in self.splits.items()
+            for style in (styles if name not in seen else ())
         )
         sums = [
             state.kind(event.outputs[0]) is Held.PART
@@ -105,18 +105,20 @@ class _Inference(FlowOperations):
         """The modules with plain `colwise` whose local outputs are cut along the split dim."""
         for tensor, line in state.cuts:
             for call in self.sources(tensor, state):
-                some = [s for s in self.styles(call) if isinstance(s, st.Colwise)]
-                if any(s.local and s.parts == 1 for s in some):
+                styles = [s for s in self.styles(call) if isinstance(s, st.Colwise)]
+                if any(s.local and s.parts == 1 for s in styles):
                     yield call.name, line
 
     def uneven(self, rules: Iterable[FoundRule]) -> frozenset[str]:
         """Modules that are called several times, with several layouts: a style has one."""
         times = Counter(call.name for call in self.flow.calls)
         stated: dict[str, Counter[Style]] = {}
-        for found in rules:
-            stated.setdefault(found.module, Counter())[found.style] += 1
-        some = stated.items()
-        return frozenset(n for n, each in some if any(k != times[n] for k in each.values()))
+        for rule in rules:
+            stated.setdefault(rule.module, Counter())[rule.style] += 1
+        styles_by_module = stated.items()
+        return frozenset(
+            n for n, each in styles_by_module if any(k != times[n] for k in each.values())
+        )
 
     # A module, with mends where tensors clash -----------------------------------------------------
 
@@ -155,8 +157,8 @@ class _Inference(FlowOperations):
             (clash.whole, Held.WHOLE),
         ):
             givers = (child.name for t in tensors for child in self.givers(call, t))
-            if found := {name: kind for name in givers if name not in forced}:
-                yield found
+            if outputs := {name: kind for name in givers if name not in forced}:
+                yield outputs
 
     def givers(self, call: FlowCall, tensor: int) -> Iterator[FlowCall]:
         """The children of `call` that give a tensor, directly or by its own operations."""
@@ -177,15 +179,19 @@ class _Inference(FlowOperations):
 
     def run_body(self, call: FlowCall, state: State, around: Around) -> State:
         """The calls and operations of a module in order."""
-        own = {t for _, t in call.weights if state.kind(t) is Held.WHOLE} if call.leaf else set()
+        replicated_weights = (
+            {t for _, t in call.weights if state.kind(t) is Held.WHOLE} if call.leaf else set()
+        )
         waiting: list[Operation] = []
         for event in call.body:
             if isinstance(event, Operation):
                 waiting.append(event)
                 continue
-            state = self.visit(event, self.operations(waiting, state, own, around), around)
+            state = self.visit(
+                event, self.operations(waiting, state, replicated_weights, around), around
+            )
             waiting = []
-        return self.operations(waiting, state, own, around)
+        return self.operations(waiting, state, replicated_weights, around)
 
     # One call of a module -------------------------------------------------------------------------
 
@@ -202,8 +208,8 @@ class _Inference(FlowOperations):
                     return self.experts(call, style, state, around)
                 case st.Parameters():
                     split = {name for name, _ in style.layouts}
-                    own = (t for name, t in call.weights if name in split)
-                    state = state.with_kind(own, Held.VARYING).with_rules(
+                    split_weights = (t for name, t in call.weights if name in split)
+                    state = state.with_kind(split_weights, Held.VARYING).with_rules(
                         FoundRule(call.name, style)
                     )
                 case _:
@@ -219,27 +225,27 @@ class _Inference(FlowOperations):
         to, flow = around.forced.get(call.name), self.flow
         tokens = [(place, t) for place, t in call.outputs if flow.token_dim(t) is not None]
         first = call.outputs[0] if call.outputs else None
-        if to is Held.PART and (some := _select_kind(tokens, state, Held.WHOLE)):
-            changes = {p: Redistribution(Replicate(), self.part(t)) for p, t in some}
-            made = state.with_kind((t for _, t in tokens), Held.PART)
-            reason = "its output goes where parts of the sequence are"
-            found = self.output(call, changes, reason, local=False)
-            return made.with_rules(found, sent=self.wide(t for _, t in some))
+        if to is Held.PART and (changed := _select_kind(tokens, state, Held.WHOLE)):
+            changes = {p: Redistribution(Replicate(), self.part(t)) for p, t in changed}
+            after = state.with_kind((t for _, t in tokens), Held.PART)
+            reason = "its output is combined with sequence shards"
+            rule = self.output(call, changes, reason, local=False)
+            return after.with_rules(rule, sent=self.wide(t for _, t in changed))
         both = Redistribution(Replicate(), Replicate())
         if to is Held.GATHERED and first and state.kind(first[1]) is Held.WHOLE:
             reason = "its output is written into, which a style's local output refuses"
-            found = self.output(call, {first[0]: both}, reason, local=False)
-            return state.with_kind((first[1],), Held.GATHERED).with_rules(found)
+            rule = self.output(call, {first[0]: both}, reason, local=False)
+            return state.with_kind((first[1],), Held.GATHERED).with_rules(rule)
         inner = to is not Held.GATHERED and not around.gathered
         if inner and first and state.kind(first[1]) is Held.GATHERED:
             reason = "what is around it takes a plain tensor"
-            found = self.output(call, {first[0]: both}, reason)
-            return state.with_kind((first[1],), Held.WHOLE).with_rules(found)
-        if to is Held.WHOLE and (some := _select_kind(tokens, state, Held.PART)):
-            changes = {p: Redistribution(self.part(t), Replicate()) for p, t in some}
-            made = state.with_kind((t for _, t in tokens), Held.WHOLE)
-            found = self.output(call, changes, "its output is needed whole")
-            return made.with_rules(found, sent=self.wide(t for _, t in some))
+            rule = self.output(call, {first[0]: both}, reason)
+            return state.with_kind((first[1],), Held.WHOLE).with_rules(rule)
+        if to is Held.WHOLE and (changed := _select_kind(tokens, state, Held.PART)):
+            changes = {p: Redistribution(self.part(t), Replicate()) for p, t in changed}
+            after = state.with_kind((t for _, t in tokens), Held.WHOLE)
+            rule = self.output(call, changes, "its output is needed whole")
+            return after.with_rules(rule, sent=self.wide(t for _, t in changed))
         return state
 
     def without_parts(self, call: FlowCall, state: State, around: Around) -> State:
@@ -262,9 +268,9 @@ class _Inference(FlowOperations):
             raise ways[0]
         return min(possible, key=lambda way: (-way.work, way.sent))
 
-    def way(self, one: Callable[[], State]) -> State | Clash:
+    def way(self, attempt: Callable[[], State]) -> State | Clash:
         try:
-            return one()
+            return attempt()
         except Clash as clash:
             return clash
 
@@ -275,10 +281,10 @@ class _Inference(FlowOperations):
         if call.linear and state.dims.get(source) == len(self.flow.shapes[source]) - 1:
             why = f"`{call.name}` takes all features, and a rank has its own"
             raise Clash(why, call.line, rules=self.givers_of(source))
-        made = self.run_body(call, state, around)
-        new = made.met[len(state.met) :]
+        after = self.run_body(call, state, around)
+        new = after.met[len(state.met) :]
         if not any(met.own for met in new):
-            return made
+            return after
         dim = state.dims.get(source)
         same = many == 1 and dim is not None and len(call.arguments) == 1
         style = st.Sequence(dim=dim or 0, local=True) if same else st.Replicated(summed=True)
@@ -286,32 +292,32 @@ class _Inference(FlowOperations):
         others = (*state.met, *(met for met in new if not met.own))
         reason = "its whole weights are applied to what each rank has of its own"
         weights = tuple(dict.fromkeys(c.name for c in self.sources(source, state)))
-        found = FoundRule(call.name, style, reason, weights, call.line)
-        return replace(made, met=others, rules=state.rules).with_rules(found)
+        rule = FoundRule(call.name, style, reason, weights, call.line)
+        return replace(after, met=others, rules=state.rules).with_rules(rule)
 
     def sum_input_gradient(
         self, call: FlowCall, whole: Sequence[tuple[str, int]], state: State, around: Around
     ) -> State:
         """One sum of the input's gradient for all linears inside that take it."""
         inner = state.with_kind((t for _, t in whole), Held.GATHERED)
-        made = self.attempt(call, inner, replace(around, gathered=True, mends=False))
-        made = made.with_kind((t for _, t in whole if t not in call.output_tensors), Held.WHOLE)
-        if any(made.kind(t) is Held.GATHERED for t in call.output_tensors):
+        after = self.attempt(call, inner, replace(around, gathered=True, mends=False))
+        after = after.with_kind((t for _, t in whole if t not in call.output_tensors), Held.WHOLE)
+        if any(after.kind(t) is Held.GATHERED for t in call.output_tensors):
             raise Clash("a DTensor leaves", call.line)
         reason = "the gradients of all that take its input are summed once"
         both = Redistribution(Replicate(), Replicate())
-        found = self.input(call, whole, lambda _: both, reason)
-        return _first(made, state, found, sent=2 * self.wide(t for _, t in whole))
+        rule = self.input(call, whole, lambda _: both, reason)
+        return _first(after, state, rule, sent=2 * self.wide(t for _, t in whole))
 
     def enter_sequence(
         self, call: FlowCall, whole: Sequence[tuple[str, int]], state: State, around: Around
     ) -> State:
         """Makes hidden states sequence shards from here on."""
-        made = self.attempt(call, state.with_kind((t for _, t in whole), Held.PART), around)
-        made = made.with_kind((t for _, t in whole if t not in call.output_tensors), Held.WHOLE)
-        reason = "from here on, hidden states are parts of the sequence"
-        found = self.input(call, whole, lambda t: Redistribution(Replicate(), self.part(t)), reason)
-        return _first(made, state, found, sent=self.wide(t for _, t in whole))
+        after = self.attempt(call, state.with_kind((t for _, t in whole), Held.PART), around)
+        after = after.with_kind((t for _, t in whole if t not in call.output_tensors), Held.WHOLE)
+        reason = "from here on, hidden states are sequence shards"
+        rule = self.input(call, whole, lambda t: Redistribution(Replicate(), self.part(t)), reason)
+        return _first(after, state, rule, sent=self.wide(t for _, t in whole))
 
     def with_parts(self, call: FlowCall, state: State, around: Around) -> State:
         """The cheapest of: sequence shards inside as well; gathered here, as a DTensor or
@@ -341,23 +347,23 @@ class _Inference(FlowOperations):
         if call.name in self.whole:
             parts = (t for _, t in state.some(call, Held.PART))
             raise Clash(f"the gradient of `{call.name}` is partial", call.line, whole=parts)
-        made = self.attempt(call, state, replace(around, sequence=True, mends=True))
+        after = self.attempt(call, state, replace(around, sequence=True, mends=True))
         if not (call.leaf and call.weights):
-            return made
+            return after
         if call.positional != 1:
             raise Clash(f"`sequence` passes one input on, `{call.name}` takes more", call.line)
         if any(t in flow.tied for _, t in call.weights):
             raise Clash(f"the weights of `{call.name}` are another module's too", call.line)
-        if any(made.kind(t) is not Held.PART for t in call.output_tensors):
-            raise Clash(f"the output of `{call.name}` is no part of the sequence", call.line)
-        reason = "it is applied to parts of the sequence, token by token"
+        if any(after.kind(t) is not Held.PART for t in call.output_tensors):
+            raise Clash(f"the output of `{call.name}` is not a sequence shard", call.line)
+        reason = "it is applied to sequence shards, token by token"
         dim = self.part(call.input_tensors[0]).dim
-        found = FoundRule(call.name, st.Sequence(dim=dim), reason, line=call.line)
+        rule = FoundRule(call.name, st.Sequence(dim=dim), reason, line=call.line)
         work = not call.linear and any(
             flow.shapes[t][-1] == flow.width for t in call.output_tensors
         )
-        made = replace(made, rules=state.rules, sent=state.sent, work=made.work + work)
-        return made.with_rules(found)
+        after = replace(after, rules=state.rules, sent=state.sent, work=after.work + work)
+        return after.with_rules(rule)
 
     def gather(
         self,
@@ -375,14 +381,14 @@ class _Inference(FlowOperations):
         inside = Around(
             sequence=tail, forced=around.forced, may_enter=False, gathered=not local, mends=False
         )
-        made = self.attempt(call, inner, inside)
+        after = self.attempt(call, inner, inside)
         shapes = {self.flow.shapes[t] for _, t in parts}
         changes: dict[int | None, Redistribution] = {}
         kinds: dict[int, Held] = {}
         for place, t in call.outputs:
             hidden = self.flow.hidden(t) and call.name not in self.heads
             like = self.flow.shapes[t] in shapes or hidden
-            kind = made.kind(t)
+            kind = after.kind(t)
             is_whole = kind in (Held.WHOLE, Held.GATHERED)
             if like and is_whole and around.forced.get(call.name) is not Held.WHOLE:
                 changes[place] = Redistribution(Replicate(), self.part(t))
@@ -393,20 +399,20 @@ class _Inference(FlowOperations):
             raise Clash(f"a style can't change what is in the object of `{call.name}`", call.line)
         # others still have parts
         left = {t: Held.PART for _, t in parts if t not in call.output_tensors}
-        made = replace(made, kinds={**made.kinds, **kinds, **left})
+        after = replace(after, kinds={**after.kinds, **kinds, **left})
         reason = "all tokens are needed inside"
-        found = self.input(
+        rule = self.input(
             call, parts, lambda t: Redistribution(self.part(t), Replicate()), reason, local=local
         )
         # an all-gather and a reduce-scatter for each input; plain, its gradient is whole already
         sent = self.wide(t for _, t in parts) * (1 if local else 2)
-        made = _first(made, state, found, sent=sent)
+        after = _first(after, state, rule, sent=sent)
         if not changes:
-            return made
+            return after
         reason = "each rank has all of its output, and keeps its part of the sequence"
         cut = self.output(call, changes, reason, local=False)
         changed = (t for place, t in call.outputs if place in changes)
-        return made.with_rules(cut, sent=self.wide(changed))
+        return after.with_rules(cut, sent=self.wide(changed))
 
     # Stated layouts -------------------------------------------------------------------------------
 
@@ -417,9 +423,11 @@ class _Inference(FlowOperations):
         inner = before
         for style in styles:
             if isinstance(style, st.Parameters):
-                split = {name for name, one in style.layouts if isinstance(one.layout, Shard)}
-                own = (t for name, t in call.weights if name in split)
-                inner = inner.with_kind(own, Held.VARYING)
+                split = {
+                    name for name, parameter in style.layouts if isinstance(parameter.layout, Shard)
+                }
+                split_weights = (t for name, t in call.weights if name in split)
+                inner = inner.with_kind(split_weights, Held.VARYING)
             if isinstance(style, st.Input):
                 places = ((str(i), change) for i, change in enumerate(style.positional))
                 outside = inner  # a tensor can be given twice, as query and as key
@@ -432,23 +440,23 @@ class _Inference(FlowOperations):
         weights = (st.Colwise, st.Rowwise, st.Sequence, st.Experts, st.MlaKv, st.Custom)
         main = next((s for s in styles if isinstance(s, weights)), None)
         if main is not None:
-            made = self.of_style(call, main, inner)
+            after = self.of_style(call, main, inner)
         else:
             if inner.some(call, Held.PART) and call.leaf and call.weights:
                 raise Clash(f"plain weights of `{call.name}` take a DTensor", call.line)
             gathered = around.gathered or bool(inner.some(call, Held.GATHERED))
-            made = self.attempt(call, inner, replace(around, gathered=gathered, mends=True))
+            after = self.attempt(call, inner, replace(around, gathered=gathered, mends=True))
         left = {t: before.kind(t) for t in call.input_tensors if t not in call.output_tensors}
-        made = replace(made, kinds={**made.kinds, **left})
+        after = replace(after, kinds={**after.kinds, **left})
         for style in styles:
             changes = style.positional if isinstance(style, st.Output) else ()
             outputs = {place or 0: tensor for place, tensor in call.outputs}
             for place, change in enumerate(changes):
                 if change is not None and place in outputs and isinstance(style, st.Output):
-                    self.meets(call, outputs[place], change.source, made)
+                    self.meets(call, outputs[place], change.source, after)
                     kind = self.kind_of(outputs[place], change.target, style.local)
-                    made = made.with_kind((outputs[place],), kind)
-        return made
+                    after = after.with_kind((outputs[place],), kind)
+        return after
 
     def of_style(self, call: FlowCall, style: Style, state: State) -> State:
         """The outputs of a module whose weights have a stated style."""
@@ -483,7 +491,7 @@ class _Inference(FlowOperations):
         if have is Held.VARYING:
             why = f"`{call.name}` is split by its outputs, and its input is split already"
             raise Clash(why, call.line, rules=(call.name, *self.givers_of(source)))
-        made = replace(
+        inferred = replace(
             style,
             input=self.part(source) if have is Held.PART else Replicate(),
             output=Replicate() if whole else Shard(-1),
@@ -496,7 +504,7 @@ class _Inference(FlowOperations):
         state = replace(state, dims=dims).with_kind((out,), Held.WHOLE if whole else Held.VARYING)
         free = have is Held.GATHERED or source not in self.flow.live
         sent = 0 if free else 2 * self.wide((source,))
-        return state.with_rules(FoundRule(call.name, made, reason, line=call.line), sent=sent)
+        return state.with_rules(FoundRule(call.name, inferred, reason, line=call.line), sent=sent)
 
     def rowwise(self, call: FlowCall, style: st.Rowwise, state: State, around: Around) -> State:
         source, out = call.input_tensors[0], call.output_tensors[0]
@@ -510,17 +518,17 @@ class _Inference(FlowOperations):
         if have is Held.PART:  # its features are split from here on: an all-to-all
             given, cut = self.part(source), False
         kind = Held.PART if cut else Held.GATHERED if to is Held.GATHERED else Held.WHOLE
-        made = replace(
+        inferred = replace(
             style,
             input=given,
             output=Shard(dim) if cut and dim is not None else Replicate(),
             local=kind is Held.WHOLE,
         )
-        reason = "its sum is needed as parts of the sequence" if cut else ""
+        reason = "its sum is needed as sequence shards" if cut else ""
         if have is not Held.VARYING and isinstance(style.input, Shard):
             reason = reason or "its input is whole"
-        found = FoundRule(call.name, made, reason, line=call.line)
-        return state.with_kind((out,), kind).with_rules(found, sent=2 * self.wide((out,)))
+        rule = FoundRule(call.name, inferred, reason, line=call.line)
+        return state.with_kind((out,), kind).with_rules(rule, sent=2 * self.wide((out,)))
 
     def experts(self, call: FlowCall, style: st.Experts, state: State, around: Around) -> State:
         parts = [t for _, t in state.some(call, Held.PART)]
@@ -530,34 +538,36 @@ class _Inference(FlowOperations):
         for child in call.below():
             if child is call:
                 continue
-            some = self.splits.get(child.name, ())
-            inner += (FoundRule(child.name, one) for one in some)
-            if child.weights and not some:
+            child_styles = self.splits.get(child.name, ())
+            inner += (FoundRule(child.name, child_style) for child_style in child_styles)
+            if child.weights and not child_styles:
                 reason = "each rank applies it to its own slice of the experts"
-                one = st.Replicated(summed=True)
-                inner.append(FoundRule(child.name, one, reason, (call.name,), child.line))
+                child_style = st.Replicated(summed=True)
+                inner.append(FoundRule(child.name, child_style, reason, (call.name,), child.line))
         out = call.output_tensors[0]
         to = around.forced.get(call.name)
         cut = around.sequence and self.flow.hidden(out) and to not in (Held.WHOLE, Held.GATHERED)
         kind = Held.PART if cut else Held.GATHERED if to is Held.GATHERED else Held.WHOLE
-        made = replace(
+        inferred = replace(
             style, output=self.part(out) if cut else Replicate(), local=kind is Held.WHOLE
         )
-        reason = "its sum is needed as parts of the sequence" if cut else ""
+        reason = "its sum is needed as sequence shards" if cut else ""
         state = state.with_kind(call.output_tensors, Held.WHOLE).with_kind((out,), kind)
-        return state.with_rules(FoundRule(call.name, made, reason, line=call.line), *inner, sent=4)
+        return state.with_rules(
+            FoundRule(call.name, inferred, reason, line=call.line), *inner, sent=4
+        )
 
 
-def _first(made: State, before: State, found: FoundRule, *, sent: float) -> State:
+def _first(after: State, before: State, rule: FoundRule, *, sent: float) -> State:
     """A state with a rule before those that were found inside."""
-    inner = made.rules[len(before.rules) :]
-    return replace(made, rules=(*before.rules, found, *inner), sent=made.sent + sent)
+    inner = after.rules[len(before.rules) :]
+    return replace(after, rules=(*before.rules, rule, *inner), sent=after.sent + sent)
 
 
 def _select_kind(
-    some: Iterable[tuple[int | None, int]], state: State, kind: Held
+    places: Iterable[tuple[int | None, int]], state: State, kind: Held
 ) -> list[tuple[int | None, int]]:
-    return [(place, t) for place, t in some if state.kind(t) is kind]
+    return [(place, t) for place, t in places if state.kind(t) is kind]
 
 
 def _cut(style: Style) -> bool:

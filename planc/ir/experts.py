@@ -7,12 +7,12 @@ from planc.ops.styles import Experts, ParameterLayout, Parameters, Shard
 
 
 def dividing(plan: Plan) -> tuple[ExpertRule, ...]:
-    """The rules with an effect: over more than one rank."""
+    """The expert-parallel rules, if there is more than one expert-parallel rank."""
     return plan.experts if plan.mesh.experts else ()
 
 
 def expert_styles(plan: Plan) -> list[TensorRule]:
-    """The layouts of divided experts, by which local shapes are computed like those of styles."""
+    """The layouts of expert-parallel weights as tensor rules, from which local shapes follow."""
     experts = plan.mesh.experts
     rest = ParameterLayout(layout=Shard(0))
     return [
@@ -28,7 +28,7 @@ def expert_styles(plan: Plan) -> list[TensorRule]:
 
 
 def expert_count(module: Module) -> int | None:
-    """The number of fused experts of a module; None where it is no such module."""
+    """The number of fused experts of a module; None for any other module."""
     found = module.fact(FUSED_EXPERTS)
     return module.fact(BATCHED_EXPERTS) if found is None else found
 
@@ -41,7 +41,7 @@ def fullest(plan: Plan, imbalance: float) -> float:
 
 
 def splits_divided(rule: TensorRule, plan: Plan) -> bool:
-    """Whether a style splits the inside of divided experts."""
+    """Whether a style shards the weights inside each expert of an expert-parallel module."""
     experts = plan.mesh.experts
     return (
         experts is not None

@@ -14,8 +14,8 @@ DERIVED = {
     DATA: ("dp_replicate", "dp_shard"),  # ranks that read different data
     "dp_shard_cp": ("dp_shard", "cp"),  # ranks that FSDP shards parameters over
     "dp_cp": ("dp_replicate", "dp_shard", "cp"),  # ranks that a loss is averaged over
-    # FSDP shards experts over the tensor axis too, because no style does. With `ep` ranks that
-    # divide the experts among them, it is what these leave: `expert_mesh`.
+    # FSDP shards experts over the tensor axis too, because no style does. With `ep` expert-parallel
+    # ranks, it is the rest of these axes: `expert_mesh`.
     "ep_shard": ("dp_shard", "cp", "tp"),
 }
 STAGES = "pp"

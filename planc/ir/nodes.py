@@ -214,12 +214,12 @@ class Unit(Meaning):
     """One `fully_shard` call for each module of `members[0]`, or one for a whole group.
 
     Args:
-        reshard: after forward: True, False, or the number of ranks that keep a shard.
-        precision: of this unit, or None for the section's.
-        shard: the axes that it is sharded over, of the section or of tensor parallelism, or None
-            for all shard axes of the section; over the section's other axes it is replicated.
-        shard_dim: the dim that FSDP shards, where a parameter has it and it is divisible; else 0.
-        explicit: the arguments that its line states, by name as it writes them.
+        reshard: whether to reshard after forward, or the number of ranks to reshard over.
+        precision: the mixed precision of this unit, or None for the section's.
+        shard: the axes that shard it, of the section or of tensor parallelism, or None for all
+            shard axes of the section. It is replicated over the section's other axes.
+        shard_dim: the dim that FSDP shards, if a parameter has it and it is divisible; else 0.
+        explicit: the arguments that the line states: their texts by name.
     """
 
     members: tuple[Modules, ...]
@@ -235,7 +235,7 @@ class Unit(Meaning):
         return self.members[0].path == ()
 
     def with_members(self, place: Callable[[Modules, Span], Iterable[Modules]]) -> Iterator[Unit]:
-        """The unit with other members; one for each, unless it is a group."""
+        """Yields the unit with other members: one unit per member, or one for a group."""
         members = tuple(m for one in self.members for m in place(one, self.origin))
         if members and self.group:
             yield replace(self, members=members)
@@ -326,10 +326,10 @@ class Fsdp(Meaning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRule(Meaning):
-    """LoRA on a set of modules: W x + alpha / rank * B A x, as in peft, without the modules. On
-    fused experts it is for the weights that it names, or for all.
+    """LoRA on a set of modules: W x + alpha / rank * B A x, as in peft. On fused experts it applies
+    to the weights that it names, or to all.
 
-    `quantize` is None but for 4-bit weights (QLoRA).
+    `quantize` is None unless the base weights are in 4 bits (QLoRA).
     """
 
     modules: Modules
@@ -338,15 +338,18 @@ class AdapterRule(Meaning):
 
     @property
     def wraps(self) -> bool:
-        """Whether peft wraps the modules; experts keep their place, and get parameters."""
+        """Whether peft wraps the modules; to fused experts it adds parameters instead."""
         return not self.adapt.parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters(Meaning):
-    """The adapters section; all else is frozen.
+    """The adapters section; all other parameters are frozen.
 
-    `own`: A and B are units. `seed`: of initial values. `units_origin`: of `units`.
+    Args:
+        own: whether A and B are separate FSDP units.
+        seed: the seed of initial values.
+        units_origin: the line of the setting `units`.
     """
 
     rules: tuple[AdapterRule, ...]
@@ -360,8 +363,8 @@ class EqualTimes(Meaning):
     """The line by which blocks are cut into stages of equal time.
 
     Args:
-        rows, seq: the sequences in a microbatch of a data rank, and the tokens of each before it is
-            split.
+        rows, seq: the shape of a microbatch of a data-parallel rank: sequences, and tokens of each
+            before context parallelism shards them.
     """
 
     rows: int
@@ -384,9 +387,9 @@ class PipelineRule(Meaning):
     """The rule that cuts blocks into stages.
 
     Args:
-        times: where they are cut by time.
-        before: modules without parameters whose results are in the first block's hidden states
-            alone: no other stage needs them.
+        times: the microbatch and times, if stages are cut by time.
+        before: modules without parameters whose results only the first block's hidden states
+            contain, so that no other stage needs them.
     """
 
     op: Pipeline
@@ -476,7 +479,7 @@ class Plan(Meaning):
         tensor, experts: the rules of sections; kept over one rank too, where lowering drops them.
         sequence: the axes over which layouts are inferred.
         images: the axes whose ranks divide the images of a batch, or might.
-        draws: lines of the model's code, besides nn.Dropout, that draw random numbers.
+        draws: lines of the model's code, besides nn.Dropout, that generate random numbers.
         context: the axes whose ranks have parts of each sequence.
         attention: modules in which these exchange otherwise than in others.
         sections: the rules for modules of sections that are folders, by name.
@@ -578,11 +581,11 @@ class Plan(Meaning):
         yield from self.attention
 
     def split_of_heads(self, sizes: Mapping[str, int]) -> int:
-        """The number of ranks that have some heads each of attention: those of tensor parallelism,
-        and those that exchange heads for tokens, on a mesh with axes of these sizes.
+        """The number of ranks over which attention heads are sharded: by tensor parallelism, times
+        the Ulysses all-to-alls, on a mesh with axes of these sizes.
         """
         tensor = prod(sizes[a.name] for a in self.mesh.of_role(AxisRole.TENSOR))
-        return tensor * lcm(*(op.neighbours(sizes[op.axis]) for op in self.exchanges))
+        return tensor * lcm(*(op.ulysses_ranks(sizes[op.axis]) for op in self.exchanges))
 
     def dtype(self, parameter: Parameter) -> str:
         """The parameter's dtype after `load`."""

@@ -49,21 +49,21 @@ def variants(plan: ir.Plan, facts: Facts, *, ends: bool = False) -> dict[int, li
     Args:
         ends: whether the first and the last block are apart from those between them.
     """
-    found: dict[int, list[str]] = {}
+    labels: dict[int, list[str]] = {}
     for at in block_lists(facts.model):
         kinds, rules = _classes(at, plan, facts, ends)
         numbers = _numbers(kinds, rules)
         if any(numbers):
-            row = found.get(len(numbers), [""] * len(numbers))
-            found[len(numbers)] = [f"{old} {new}" for old, new in zip(row, numbers, strict=True)]
-    return found
+            row = labels.get(len(numbers), [""] * len(numbers))
+            labels[len(numbers)] = [f"{old} {new}" for old, new in zip(row, numbers, strict=True)]
+    return labels
 
 
 def kinds_of(at: Modules, plan: ir.Plan, facts: Facts) -> list[tuple[Any, ...]]:
     """The kind of each block of a list, with the rules on it, of which its stage is one."""
-    every = [*entry_kinds(at, facts, facts).values()]
-    rules = variants(plan, facts).get(len(every), [""] * len(every))
-    return [*zip(every, rules, strict=True)]
+    kinds = [*entry_kinds(at, facts, facts).values()]
+    rules = variants(plan, facts).get(len(kinds), [""] * len(kinds))
+    return [*zip(kinds, rules, strict=True)]
 
 
 def stand_in(
@@ -78,21 +78,25 @@ def stand_in(
     `kept` are the real layers that the small ones stand for (`Shrunk.kept`).
     """
     state = StandInModel(plan, facts, small, kept)
-    made = plan.map_modules(state.walk)
-    made = replace(
-        made,
+    small_plan = plan.map_modules(state.walk)
+    small_plan = replace(
+        small_plan,
         mesh=plan.mesh.with_sizes(sizes),
         load=plan.load and replace(plan.load, fp32=tuple(state.all(plan.load.fp32, plan.load))),
-        tensor=tuple(rule.for_model(small) for rule in made.tensor),
+        tensor=tuple(rule.for_model(small) for rule in small_plan.tensor),
         pipeline=_pipeline(plan, state),
-        context=tuple(_among(rule.for_model(small), plan.mesh, sizes) for rule in made.context),
-        attention=tuple(op.among(sizes[op.axis], plan.mesh.size(op.axis)) for op in made.attention),
+        context=tuple(
+            _among(rule.for_model(small), plan.mesh, sizes) for rule in small_plan.context
+        ),
+        attention=tuple(
+            op.among(sizes[op.axis], plan.mesh.size(op.axis)) for op in small_plan.attention
+        ),
     )
-    acting = {node.origin for node, _ in made.acting}
+    acting = {node.origin for node, _ in small_plan.acting}
     for node, modules in plan.acting:
         if node.origin not in acting:
             state.lacks(f"the proxy model has nothing that stands for `{modules}`", node.origin)
-    return state.problems[0] if state.problems else made
+    return state.problems[0] if state.problems else small_plan
 
 
 def _among(rule: ir.ContextRule, mesh: ir.Mesh, sizes: Mapping[str, int]) -> ir.ContextRule:
@@ -129,13 +133,16 @@ def _classes(
             bits[key] = bits.get(key, 0) | picked.bits
     alike: list[tuple[Indices, Rules]] = [(Indices.all(len(kinds)), frozenset())]
     for key, on in bits.items():
-        parts = (((a & Indices(on), own | {key}), (a - Indices(on), own)) for a, own in alike)
+        parts = (
+            ((a & Indices(on), rule_keys | {key}), (a - Indices(on), rule_keys))
+            for a, rule_keys in alike
+        )
         alike = [part for pair in parts for part in pair if part[0]]
-    of = {i: own for entries, own in alike for i in entries}
+    of = {i: rule_keys for entries, rule_keys in alike for i in entries}
     rules = [of[i] for i in range(len(kinds))]
     if plan.pipeline is not None and plan.pipeline.op.blocks.path == at.path:
         op, origin = plan.pipeline.op, plan.pipeline.origin
-        rules = [own | {(origin, (op.stage_of(i),))} for i, own in enumerate(rules)]
+        rules = [rule_keys | {(origin, (op.stage_of(i),))} for i, rule_keys in enumerate(rules)]
     for i, end in ((0, _FIRST), (-1, _LAST)) if ends and rules else ():
         rules[i] = rules[i] | {(end, ())}
     return kinds, rules
@@ -146,29 +153,29 @@ def _pipeline(plan: ir.Plan, state: StandInModel) -> ir.PipelineRule | None:
     if plan.pipeline is None:
         return None
     rule, op = plan.pipeline, plan.pipeline.op
-    found = list(state.all((op.blocks,), rule))
+    blocks = list(state.all((op.blocks,), rule))
     layers = state.blocks_of(op.blocks)
     bounds = [sum(layer < first for layer in layers) for first in op.bounds]
-    if not found or any(one >= two for one, two in pairwise(bounds)):
+    if not blocks or any(start >= stop for start, stop in pairwise(bounds)):
         state.lacks(f"the proxy model has too few blocks for {op.stages} stages", rule.origin)
         return None
-    made = replace(
+    small_op = replace(
         op,
-        blocks=found[0],
+        blocks=blocks[0],
         bounds=tuple(bounds),
         inputs=tuple(state.all(op.inputs, rule)),
         outputs=tuple(state.all(op.outputs, rule)),
-        added=blocks_added_to(found[0], state.small) if op.added else 0,
+        added=blocks_added_to(blocks[0], state.small) if op.added else 0,
     )
-    return replace(rule, op=with_copies(made, state.small))
+    return replace(rule, op=with_copies(small_op, state.small))
 
 
 def _numbers(kinds: list[Kind], rules: list[Rules]) -> list[int]:
     known: dict[Kind, list[Rules]] = {}
-    for kind, own in zip(kinds, rules, strict=True):
-        if own not in known.setdefault(kind, []):
-            known[kind].append(own)
-    return [known[kind].index(own) for kind, own in zip(kinds, rules, strict=True)]
+    for kind, rule_set in zip(kinds, rules, strict=True):
+        if rule_set not in known.setdefault(kind, []):
+            known[kind].append(rule_set)
+    return [known[kind].index(rule_set) for kind, rule_set in zip(kinds, rules, strict=True)]
 
 
 @dataclass(slots=True)
@@ -211,45 +218,45 @@ class StandInModel:
         """The real block that each block of a small list stands for; empty for none."""
         kinds, rules = _classes(at, self.plan, self.facts, self.ends)
         there = list(entry_kinds(small, self.small, self.facts).values())
-        found = self._kept_blocks(kinds, rules, there) or self._by_kind(kinds, rules, there)
-        if not found and self.ends:
-            found = self._by_kind(kinds, [own - _ENDS for own in rules], there)
-        if not found:
+        blocks = self._kept_blocks(kinds, rules, there) or self._by_kind(kinds, rules, there)
+        if not blocks and self.ends:
+            blocks = self._by_kind(kinds, [rule_set - _ENDS for rule_set in rules], there)
+        if not blocks:
             text = f"which blocks of `{at}` the proxy model has is not known"
             self.lacks(text, *_differing(rules, rules))
             return ()
         classes = list(zip(kinds, rules, strict=True))
         for i, end in ((0, 0), (-1, len(kinds) - 1)):  # an end stands for an end of its class
-            if classes[found[i]] == classes[end] and end not in found:
-                found[i] = end
+            if classes[blocks[i]] == classes[end] and end not in blocks:
+                blocks[i] = end
         if self.ends:
-            self._with_ends(at, [(k, r - _ENDS) for k, r in classes], found)
+            self._with_ends(at, [(k, r - _ENDS) for k, r in classes], blocks)
         elif any(_numbers(kinds, rules)):
-            self._neighbors(at, classes, found)
-        return tuple(found)
+            self._neighbors(at, classes, blocks)
+        return tuple(blocks)
 
-    def _with_ends(self, at: Modules, classes: list[tuple[Kind, Rules]], found: list[int]) -> None:
+    def _with_ends(self, at: Modules, classes: list[tuple[Kind, Rules]], blocks: list[int]) -> None:
         """The small blocks that stand for each real one: ends for ends, and those between for those
         between. An end that none stands for is as those between of its class, if all small ends
         are as those between of theirs.
         """
-        last, own = len(found) - 1, [classes[layer] for layer in found]
-        inner = {i: c for i, c in enumerate(own) if 0 < i < last}
+        last, small_classes = len(blocks) - 1, [classes[layer] for layer in blocks]
+        inner = {i: c for i, c in enumerate(small_classes) if 0 < i < last}
         standing: list[list[int]] = []
-        if len(own) < len(classes) and len(own) < 3 and len({*classes}) == 1:
-            self._standing[at.path] = [[*range(len(own))] for _ in classes]
+        if len(small_classes) < len(classes) and len(small_classes) < 3 and len({*classes}) == 1:
+            self._standing[at.path] = [[*range(len(small_classes))] for _ in classes]
             return
-        for layer, one in enumerate(classes):
+        for layer, real_class in enumerate(classes):
             end = {0: 0, len(classes) - 1: last}.get(layer, -1)
-            known = end >= 0 and own[end] == one
-            standing.append([end] if known else [i for i, c in inner.items() if c == one])
+            known = end >= 0 and small_classes[end] == real_class
+            standing.append([end] if known else [i for i, c in inner.items() if c == real_class])
         self._standing[at.path] = standing
         if standing[:1] != [[0]] or standing[-1] != [last]:
             self._even[at.path] = [
-                (i, *(n for n, c in inner.items() if c == own[i])) for i in (0, last)
+                (i, *(n for n, c in inner.items() if c == small_classes[i])) for i in (0, last)
             ]
-        unseen = next((i for i, some in enumerate(standing) if not some), None)
-        if unseen is None and any(len(some) < 2 for some in self._even.get(at.path, ())):
+        unseen = next((i for i, indices in enumerate(standing) if not indices), None)
+        if unseen is None and any(len(indices) < 2 for indices in self._even.get(at.path, ())):
             unseen = 0
         if unseen is not None:
             text = f"no layer of the proxy model stands for `{at}[{unseen}]`"
@@ -260,8 +267,8 @@ class StandInModel:
         ones: their list, and their indices.
         """
         for path, standing in self._standing.items():
-            for some in dict.fromkeys((*map(tuple, standing), *self._even.get(path, ()))):
-                yield ".".join(map(str, path)), some
+            for indices in dict.fromkeys((*map(tuple, standing), *self._even.get(path, ()))):
+                yield ".".join(map(str, path)), indices
 
     def real(self, name: str) -> tuple[Modules, ...]:
         """The real modules that a small module, by its torch name, stands for; those that several
@@ -272,10 +279,15 @@ class StandInModel:
         for part in name.split(".") if name else ():
             entry = part.isdecimal() and any(c.indices for c in small.module.children)
             if entry:
-                at = tuple(m for one in at for m in self._stood_for(one, small, int(part)))
+                at = tuple(m for modules in at for m in self._stood_for(modules, small, int(part)))
             else:
-                inner = ((one, c) for one in at for c in one.module.children if c.name == part)
-                at = tuple(Modules((*one.path, part), c.module) for one, c in inner)
+                inner = (
+                    (modules, c)
+                    for modules in at
+                    for c in modules.module.children
+                    if c.name == part
+                )
+                at = tuple(Modules((*modules.path, part), c.module) for modules, c in inner)
             small = _step(small, Indices.from_numbers([int(part)]) if entry else part)
         return at
 
@@ -284,23 +296,25 @@ class StandInModel:
         if at.path in self._layers:
             standing = self._standing.get(at.path, [])
             wanted = Indices.from_numbers(
-                i for i, some in enumerate(standing) if some[:1] == [entry]
+                i for i, indices in enumerate(standing) if indices[:1] == [entry]
             )
         elif length(at) == length(small):
             wanted = Indices.from_numbers([entry])
         else:
-            of = next((made for made, all in _by_structure(small).items() if entry in all), None)
+            of = next(
+                (structure for structure, all in _by_structure(small).items() if entry in all), None
+            )
             first = of is not None and _by_structure(small)[of].first == entry
             wanted = _by_structure(at).get(of, Indices(0)) if first else Indices(0)
         yield from at.entries_in(wanted)
 
     def _kept_blocks(self, kinds: list[Kind], rules: list[Rules], there: list[Kind]) -> list[int]:
         """The blocks that were kept where the configuration was made small."""
-        every = [tuple(range(len(kinds)))]
-        kept = every if len(kinds) == len(there) else self.kept.get(len(kinds), ())
-        found = {k for k in kept if [kinds[i] for i in k] == there}
-        same = len({tuple(rules[i] for i in k) for k in found}) == 1
-        return list(min(found)) if same else []
+        all_blocks = [tuple(range(len(kinds)))]
+        kept = all_blocks if len(kinds) == len(there) else self.kept.get(len(kinds), ())
+        matching = {k for k in kept if [kinds[i] for i in k] == there}
+        same = len({tuple(rules[i] for i in k) for k in matching}) == 1
+        return list(min(matching)) if same else []
 
     def _by_kind(self, kinds: list[Kind], rules: list[Rules], there: list[Kind]) -> list[int]:
         """A block of the same kind, if the same rules act on all blocks of a kind."""
@@ -310,18 +324,18 @@ class StandInModel:
             return []
         return [kinds.index(kind) for kind in there]
 
-    def _neighbors(self, at: Modules, classes: list[tuple[Kind, Rules]], found: list[int]) -> None:
+    def _neighbors(self, at: Modules, classes: list[tuple[Kind, Rules]], blocks: list[int]) -> None:
         wanted: Any = edges(classes)  # type: ignore[arg-type]
-        if edges([classes[i] for i in found]) == wanted:  # type: ignore[misc]
+        if edges([classes[i] for i in blocks]) == wanted:  # type: ignore[misc]
             return
-        seen = {classes[i] for i in found}
-        alone = next((i for i, one in enumerate(classes) if one not in seen), None)
+        seen = {classes[i] for i in blocks}
+        alone = next((i for i, block_class in enumerate(classes) if block_class not in seen), None)
         text = f"no layer of the proxy model stands for `{at}[{alone}]`"
         if alone is None:
             text = f"the blocks of `{at}` follow each other otherwise in the proxy model"
-        every = [rules for _, rules in classes]
-        blamed = every if alone is None else [every[alone]]
-        self.lacks(text, *_differing(blamed, every))
+        all_rules = [rules for _, rules in classes]
+        blamed = all_rules if alone is None else [all_rules[alone]]
+        self.lacks(text, *_differing(blamed, all_rules))
 
     # Modules -------------------------------------------------------------------------------------
 
@@ -333,19 +347,25 @@ class StandInModel:
             if not at:
                 break
             if isinstance(segment, Indices):
-                at = tuple(m for one in at for m in self._entries(one, real, segment, origin))
+                at = tuple(
+                    m
+                    for small_modules in at
+                    for m in self._entries(small_modules, real, segment, origin)
+                )
             else:
-                at = tuple(m for one in at for m in self._child(one, segment, origin))
+                at = tuple(
+                    m for small_modules in at for m in self._child(small_modules, segment, origin)
+                )
             real = _step(real, segment)
         return at
 
     def _child(self, at: Modules, name: str, origin: Span) -> Iterator[Modules]:
-        found = [c.module for c in at.module.children if c.indices is None and c.name == name]
-        if not found and at.module.parameter(name):
-            found = [at.module]  # the last part of a path may be a parameter's name
-        if not found:
+        children = [c.module for c in at.module.children if c.indices is None and c.name == name]
+        if not children and at.module.parameter(name):
+            children = [at.module]  # the last part of a path may be a parameter's name
+        if not children:
             self.lacks(f"`{at}` of the proxy model has no `{name}`", origin)
-        yield from (Modules((*at.path, name), module) for module in found)
+        yield from (Modules((*at.path, name), module) for module in children)
 
     def _entries(
         self, at: Modules, real: Modules, wanted: Indices, origin: Span
@@ -357,8 +377,10 @@ class StandInModel:
             chosen = Indices.from_numbers(i for i, layer in enumerate(layers) if layer in wanted)
         elif there == here:
             chosen = wanted
-        elif made := [made for made, every in _by_structure(real).items() if every == wanted]:
-            chosen = _by_structure(at).get(made[0], Indices(0))
+        elif structures := [
+            structures for structures, entries in _by_structure(real).items() if entries == wanted
+        ]:
+            chosen = _by_structure(at).get(structures[0], Indices(0))
         else:
             chosen = Indices(0)
             text = f"`{real}` has {there:,} entries, and the proxy model {here:,}"
@@ -368,12 +390,14 @@ class StandInModel:
 
 def _by_structure(at: Modules) -> dict[Any, Indices]:
     """The structures of a list's entries, each with all entries that have it."""
-    found: dict[Any, Indices] = {}
+    entries_by_structure: dict[Any, Indices] = {}
     for child in at.module.children:
         if child.indices is not None:
-            made = signature(child.module)
-            found[made] = found.get(made, Indices(0)) | child.indices
-    return found
+            structure = signature(child.module)
+            entries_by_structure[structure] = (
+                entries_by_structure.get(structure, Indices(0)) | child.indices
+            )
+    return entries_by_structure
 
 
 def _step(at: Modules, segment: str | Indices) -> Modules:
@@ -386,9 +410,9 @@ def _step(at: Modules, segment: str | Indices) -> Modules:
     return at
 
 
-def _differing(blamed: Iterable[Rules], every: Iterable[Rules]) -> tuple[Span, ...]:
-    every = list(every)
-    common = frozenset[Any].intersection(*every)
-    found = {o for rules in blamed for o, _ in rules - common}
-    found = found or {o for rules in every for o, _ in rules - common}
-    return tuple(sorted(found, key=lambda o: (o.source.name, o.start)))
+def _differing(blamed: Iterable[Rules], rule_sets: Iterable[Rules]) -> tuple[Span, ...]:
+    rule_sets = list(rule_sets)
+    common = frozenset[Any].intersection(*rule_sets)
+    origins = {o for rules in blamed for o, _ in rules - common}
+    origins = origins or {o for rules in rule_sets for o, _ in rules - common}
+    return tuple(sorted(origins, key=lambda o: (o.source.name, o.start)))

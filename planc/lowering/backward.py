@@ -68,24 +68,24 @@ class Backward:
         """The number of these modules that have a parameter inside that takes a gradient."""
         if self.whole:
             return len(modules)
-        found = (o.modules.part_inside(modules) for o in self.every if o.has_trainable)
+        sets = (o.modules.part_inside(modules) for o in self.every if o.has_trainable)
         depth = len(modules.path)
-        return len({n for m in found if m for n in _upto(m, depth).names()})
+        return len({n for m in sets if m for n in _upto(m, depth).names()})
 
-    def nearest(self, every: Iterable[Modules]) -> Modules | None:
+    def nearest(self, candidates: Iterable[Modules]) -> Modules | None:
         """The set with the last of some modules that have no gradient; None where all have."""
-        found: list[tuple[Place, Modules]] = []
-        for modules in () if self.whole else every:
+        reached: list[tuple[Place, Modules]] = []
+        for modules in () if self.whole else candidates:
             if inside := self._indices(modules):
                 places = (self._place(modules, e, inside[-1]) for e in modules.entries or [0])
-                found += [(place, modules) for place in places if place < self.first]
-        return max(found, key=lambda pair: pair[0])[1] if found else None
+                reached += [(place, modules) for place in places if place < self.first]
+        return max(reached, key=lambda pair: pair[0])[1] if reached else None
 
     def _indices(self, modules: Modules) -> list[int]:
         """The places of modules with parameters; of a layer with an adapter, of the layer alone."""
         if modules.path[-1:] == (BASE_LAYER,):
             return self._indices(_upto(modules, len(modules.path) - 1))[:1]
-        return [at for at, own in enumerate(self.every) if own.modules.part_inside(modules)]
+        return [at for at, owner in enumerate(self.every) if owner.modules.part_inside(modules)]
 
     def _count(self, modules: Modules, at: float) -> int:
         entries = modules.entries or [0]

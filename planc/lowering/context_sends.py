@@ -18,29 +18,35 @@ def context_sends(op: ContextParallel, step: Step) -> Iterator[Sent]:
         yield from _of_patches(op, step)
         return
     repeats = _repeats(step)
-    one = Sent(word=op.WORD, where="positions", kind=GATHER, axes=(op.axis,), times=0, size=None)
+    template = Sent(
+        word=op.WORD, where="positions", kind=GATHER, axes=(op.axis,), times=0, size=None
+    )
     stages, blocks = attending(step)
     facts = step.tokens and 8 * step.tokens * step.lowered.sequence_parts
-    yield replace(one, times=step.passes * stages, size=facts)
-    one = replace(one, during=During.FORWARD, where="keys and values", times=step.passes * blocks)
+    yield replace(template, times=step.passes * stages, size=facts)
+    template = replace(
+        template, during=During.FORWARD, where="keys and values", times=step.passes * blocks
+    )
     layers = [*step.lowered.find_ops(Attend)]
     most = max(0, blocks - sum(len(layer.modules) for layer in layers))
-    found = [*_of_attention(op, step, replace(one, times=step.passes * most), _both(step))]
+    exchanges = [*_of_attention(op, step, replace(template, times=step.passes * most), _both(step))]
     if op.states:  # what a state is depends on the family
-        one = replace(one, kind=GATHER, where="states", times=step.passes * blocks, size=None)
-        found += [one, replace(one, kind=SCATTER, during=During.BACKWARD)]
-    yield from again(iter(found), repeats)
+        template = replace(
+            template, kind=GATHER, where="states", times=step.passes * blocks, size=None
+        )
+        exchanges += [template, replace(template, kind=SCATTER, during=During.BACKWARD)]
+    yield from again(iter(exchanges), repeats)
 
 
 def layer_sends(op: Attend, step: Step) -> Iterator[Sent]:
     """Yields what attention exchanges in some layers."""
     repeats = _repeats(step)
     times = step.passes * len(op.modules)
-    one = Sent(
+    template = Sent(
         word=op.WORD, where="keys and values", kind=GATHER, axes=(op.axis,), times=times, size=None
     )
-    one = replace(one, modules=op.modules, during=During.FORWARD)
-    yield from again(_of_attention(op, step, one, _both(step)), repeats)
+    template = replace(template, modules=op.modules, during=During.FORWARD)
+    yield from again(_of_attention(op, step, template, _both(step)), repeats)
 
 
 def _repeats(step: Step) -> Fraction:
@@ -65,17 +71,19 @@ def _of_patches(op: ContextParallel, step: Step) -> Iterator[Sent]:
     both = heads and dim and 2 * heads // split * dim
     modules, joint = sum(map(len, op.seeing)), op.patches != ALONE
     repeats = _repeats(step)
-    one = Sent(word=op.WORD, where="keys and values", kind=GATHER, axes=(op.axis,), times=0, size=0)
-    one = replace(one, times=step.passes * modules, during=During.FORWARD)
-    found = [*_of_attention(op, step, one, both)]
+    template = Sent(
+        word=op.WORD, where="keys and values", kind=GATHER, axes=(op.axis,), times=0, size=0
+    )
+    template = replace(template, times=step.passes * modules, during=During.FORWARD)
+    exchanges = [*_of_attention(op, step, template, both)]
     if joint and op.attention == "ring":
-        found = [replace(f, size=None) for f in found]
-    if joint and op.neighbours(step.lowered.sequence_parts) > 1:
-        text = replace(one, where="outputs of text", size=None)
-        found += [text, replace(text, kind=SCATTER, during=During.BACKWARD)]
-    yield from again(iter(found), repeats)
+        exchanges = [replace(f, size=None) for f in exchanges]
+    if joint and op.ulysses_ranks(step.lowered.sequence_parts) > 1:
+        text = replace(template, where="outputs of text", size=None)
+        exchanges += [text, replace(text, kind=SCATTER, during=During.BACKWARD)]
+    yield from again(iter(exchanges), repeats)
     size = step.size(step.lowered.sequence_parts, outputs_of(step.config))
-    whole = replace(one, where="outputs of patches", times=step.passes, size=size)
+    whole = replace(template, where="outputs of patches", times=step.passes, size=size)
     yield from (whole, replace(whole, kind=SCATTER, during=During.BACKWARD))
 
 
@@ -93,36 +101,40 @@ def _heads(step: Step) -> tuple[int | None, int | None, int | None, int]:
     return heads, keys, dim, step.lowered.axis_size(*tensor)
 
 
-def _of_attention(op: KeysOp, step: Step, one: Sent, both: int | None) -> Iterator[Sent]:
+def _of_attention(op: KeysOp, step: Step, template: Sent, both: int | None) -> Iterator[Sent]:
     """Yields the collectives of attention in the blocks; `both` are the features of keys and values
     that a rank has of a token.
     """
-    several = op.neighbours(step.lowered.sequence_parts)
+    several = op.ulysses_ranks(step.lowered.sequence_parts)
     others = step.lowered.sequence_parts // several
     if op.attention == "gather":
-        both, one = step.hidden, replace(one, where="hidden states")
+        both, template = step.hidden, replace(template, where="hidden states")
     nested = several > 1 < others
     if several > 1:
-        yield from _of_heads(step, replace(one, among=(several, 1) if nested else None))
-    one = replace(one, among=(others, several) if nested else None)
+        yield from _of_heads(step, replace(template, among=(several, 1) if nested else None))
+    template = replace(template, among=(others, several) if nested else None)
     if op.attention == "ring":  # gradients are summed in float32
-        size, times = step.size(both), one.times * (others - 1)
-        one = replace(one, kind=SEND, times=times, size=size)
-        back = replace(one, during=During.BACKWARD)
+        size, times = step.size(both), template.times * (others - 1)
+        template = replace(template, kind=SEND, times=times, size=size)
+        back = replace(template, during=During.BACKWARD)
         summed = size and size // step.width * 4
-        yield from (one, back, replace(back, where="gradients", size=summed))
+        yield from (template, back, replace(back, where="gradients", size=summed))
     elif others > 1:
         size = step.size(others, both)
-        yield replace(one, size=size)
-        yield replace(one, size=size, kind=SCATTER, during=During.BACKWARD)
+        yield replace(template, size=size)
+        yield replace(template, size=size, kind=SCATTER, during=During.BACKWARD)
 
 
-def _of_heads(step: Step, one: Sent) -> Iterator[Sent]:
-    """Heads for tokens, and back."""
+def _of_heads(step: Step, template: Sent) -> Iterator[Sent]:
+    """Yields the Ulysses all-to-alls of queries, keys, values and outputs."""
     heads, keys, dim, split = _heads(step)
-    for where, n, number in (("queries", 1, heads), (one.where, 2, keys), ("outputs", 1, heads)):
+    for where, n, number in (
+        ("queries", 1, heads),
+        (template.where, 2, keys),
+        ("outputs", 1, heads),
+    ):
         size = step.size(number and number // split, dim)
-        each = replace(one, kind=EXCHANGE, where=where, times=one.times * n, size=size)
+        each = replace(template, kind=EXCHANGE, where=where, times=template.times * n, size=size)
         yield from (each, replace(each, during=During.BACKWARD))
 
 
@@ -130,6 +142,6 @@ def attending(step: Step) -> tuple[int, int]:
     """The stages of a rank at the fullest place of a pipeline, and the blocks of these."""
     pipeline = step.lowered.pipeline
     bounds = pipeline.bounds if pipeline else (0, step.lowered.layers)
-    every = pipeline.stages if pipeline else 1
-    stages = every // (step.lowered.axis_size(pipeline.axis) if pipeline else 1)
-    return stages, stages * max(len(range(*bounds[s : s + 2])) for s in range(every))
+    stage_count = pipeline.stages if pipeline else 1
+    stages = stage_count // (step.lowered.axis_size(pipeline.axis) if pipeline else 1)
+    return stages, stages * max(len(range(*bounds[s : s + 2])) for s in range(stage_count))

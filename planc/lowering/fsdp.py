@@ -58,8 +58,8 @@ def _spreads(unit: Unit, section: Fsdp, holdings: Holdings) -> list[SpreadRule]:
     They keep the modules of their rule, so that units of one line stay equal and can be merged.
     """
     there = [h.spread for h in holdings.all if h.unit is unit]
-    found = [s for s in section.spreads if any(s is other for other in there)]
-    return sorted(found, key=lambda s: len(s.modules.path))
+    spreads = [s for s in section.spreads if any(s is other for other in there)]
+    return sorted(spreads, key=lambda s: len(s.modules.path))
 
 
 def _spread(rule: SpreadRule, section: Fsdp, plan: Plan) -> Spread:
@@ -103,10 +103,12 @@ def _alike(unit: Unit, plan: Plan, facts: Facts) -> int:
     """
     experts = plan.mesh.experts
     rules = [r for r in dividing(plan) if r.dispatch == ALL_REDUCE]
-    own = (
-        {own.modules for own in owned_modules(plan, facts) if own.unit is unit} if rules else set()
+    members = (
+        {members.modules for members in owned_modules(plan, facts) if members.unit is unit}
+        if rules
+        else set()
     )
-    if experts is None or not any(r.modules.overlap(m) for r in rules for m in own):
+    if experts is None or not any(r.modules.overlap(m) for r in rules for m in members):
         return 1
     tensor = [a.name for a in plan.mesh.of_role(AxisRole.TENSOR)]
     return plan.mesh.size(*tensor) // experts.ranks.size

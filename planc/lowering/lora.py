@@ -35,10 +35,10 @@ Rule = TypeVar("Rule", Adapt, Quantize)
 
 def _by_line(rules: Iterable[tuple[Rule, Modules]]) -> list[Rule]:
     """One operation per line of the plan, on all of its modules."""
-    found: dict[tuple[Rule, str], list[Modules]] = {}
+    sets_by_line: dict[tuple[Rule, str], list[Modules]] = {}
     for op, modules in rules:
-        found.setdefault((op, op.place), []).append(modules)
-    return [replace(op, members=tuple(merge_sets(sets))) for (op, _), sets in found.items()]
+        sets_by_line.setdefault((op, op.place), []).append(modules)
+    return [replace(op, members=tuple(merge_sets(sets))) for (op, _), sets in sets_by_line.items()]
 
 
 def scales(plan: Plan) -> int:

@@ -124,7 +124,7 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
     units = _sharding(plan, facts, holdings)
     whole = plan.fsdp is not None and plan.fsdp.backend is not None
     at_rest = units[0].nbytes if whole else holdings.at_rest()
-    # a style on divided experts splits those of a rank, and sums what came back from all ranks
+    # a style on expert-parallel weights shards the local experts, and sums the outputs of all ranks
     inside = [r for r in tensor if splits_divided(r, plan)]
     tensor = [r for r in tensor if r not in inside]
     ops: list[AnyOp] = [
@@ -186,7 +186,7 @@ def _contexts(plan: Plan) -> Iterator[ContextParallel]:
 
 
 def _resets(plan: Plan, facts: Facts) -> Iterator[ResetStates]:
-    """States end with a document wherever a rank has whole sequences, or gathers them."""
+    """Yields the reset of recurrent states at documents, if each rank computes full sequences."""
     parts = resets(facts)
     if parts and all(op.attention == "gather" for op in _contexts(plan)):
         yield ResetStates(parts=parts)
@@ -265,8 +265,8 @@ def _layers(root: Module) -> int:
 def _module_dicts(facts: Facts) -> Iterator[str]:
     """Yields the lists that are an nn.ModuleDict, with `*` for indices."""
     lists = (m for m in facts.model.below() if m.module.kind == "list" and m.path)
-    found = (m for m in lists if m.module.cls == MODULE_DICT)
-    names = (".".join(s if isinstance(s, str) else "*" for s in m.path) for m in found)
+    module_dicts = (m for m in lists if m.module.cls == MODULE_DICT)
+    names = (".".join(s if isinstance(s, str) else "*" for s in m.path) for m in module_dicts)
     yield from dict.fromkeys(names)
 
 
@@ -380,10 +380,10 @@ def _ties(facts: Facts, tensor: list[TensorRule], plan: Plan) -> Iterator[Tie]:
     # styles create replicated parameters anew, too
     making = [r.modules for r in tensor if not isinstance(r.style, PARAMETERLESS)]
     for group in facts.ties:
-        made = [n for n in group if any(m.has(n.rpartition(".")[0]) for m in making)]
-        for other in group if made else ():
-            if other != made[0]:
-                yield Tie(parameter=now(other), source=now(made[0]))
+        recreated = [n for n in group if any(m.has(n.rpartition(".")[0]) for m in making)]
+        for other in group if recreated else ():
+            if other != recreated[0]:
+                yield Tie(parameter=now(other), source=now(recreated[0]))
 
 
 def configure(facts: Facts) -> Iterator[Configure]:
@@ -451,14 +451,16 @@ def optimize(plan: Plan, facts: Facts) -> Iterator[Optimize]:
     for rule in plan.optimizer:
         if not isinstance(rule.op.algorithm, Muon):
             yield replace(rule.op, modules=rule.modules, origin=rule.origin)
-    found: dict[tuple[Modules, OptimizerRule], list[tuple[str, Cut]]] = {}
+    cuts_by_rule: dict[tuple[Modules, OptimizerRule], list[tuple[str, Cut]]] = {}
     for step in steps_of(plan, facts):
         if step.rule is None or not isinstance(step.rule.op.algorithm, Muon):
             continue
         cut = cut_of(step, facts)
         if isinstance(cut, Cut):
-            found.setdefault((step.modules, step.rule), []).append((step.parameter.name, cut))
-    for (modules, rule), cuts in found.items():
+            cuts_by_rule.setdefault((step.modules, step.rule), []).append(
+                (step.parameter.name, cut)
+            )
+    for (modules, rule), cuts in cuts_by_rule.items():
         assert isinstance(rule.op.algorithm, Muon)
         algorithm = replace(rule.op.algorithm, units=tuple(cuts))
         yield replace(rule.op, modules=modules, algorithm=algorithm, origin=rule.origin)

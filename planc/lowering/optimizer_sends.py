@@ -56,7 +56,7 @@ class Buckets:
         first = self.matrices[0]
         return Sent(
             word=first.op.WORD,
-            where=f"{sum(one.count for one in self.matrices):,} weights that muon steps",
+            where=f"{sum(matrix.count for matrix in self.matrices):,} weights that muon steps",
             kind=EXCHANGE,
             axes=first.axes,
             times=2 * self.count,
@@ -74,22 +74,24 @@ def optimizer_sends(op: Optimize, step: Step) -> Iterator[Sent]:
 def buckets_of(stage: Stage, step: Step) -> Iterator[Buckets]:
     """The buckets of one pipeline rank."""
     groups: dict[object, list[Matrices]] = {}
-    for one in _matrices(stage, step):
-        groups.setdefault(_alike(one), []).append(one)
-    for some in groups.values():
-        ranks, known = step.lowered.axis_size(*some[0].axes), some[0].parameter
-        elements = sum(one.parameter.numel * one.count for one in some if one.parameter)
+    for matrices in _matrices(stage, step):
+        groups.setdefault(_alike(matrices), []).append(matrices)
+    for group in groups.values():
+        ranks, known = step.lowered.axis_size(*group[0].axes), group[0].parameter
+        elements = sum(
+            matrices.parameter.numel * matrices.count for matrices in group if matrices.parameter
+        )
         count = max(1, -(-elements // (BUCKET * ranks)))
         size = elements * DTYPE_BYTES[known.dtype] // (ranks * count) if known else None
-        yield Buckets(matrices=tuple(some), count=count, size=size)
+        yield Buckets(matrices=tuple(group), count=count, size=size)
 
 
-def _alike(one: Matrices) -> object:
+def _alike(matrices: Matrices) -> object:
     """The key that is equal for parameters of one bucket."""
-    algorithm, op = one.op.algorithm, one.op
+    algorithm, op = matrices.op.algorithm, matrices.op
     assert isinstance(algorithm, Muon)
-    dtype = one.parameter and one.parameter.dtype
-    return replace(algorithm, units=()), op.lr, op.weight_decay, op.state, one.axes, dtype
+    dtype = matrices.parameter and matrices.parameter.dtype
+    return replace(algorithm, units=()), op.lr, op.weight_decay, op.state, matrices.axes, dtype
 
 
 def _matrices(stage: Stage, step: Step) -> Iterator[Matrices]:

@@ -151,8 +151,8 @@ def _along(axes: Sequence[Any]) -> Iterator[int]:
         yield sum(at * stride for at, (_, _, stride) in zip(place, axes, strict=True))
 
 
-def place_of(lowered: Lowered, rank: int) -> int:
-    """The place of a rank in the pipeline; 0 without one."""
+def pipeline_rank_of(lowered: Lowered, rank: int) -> int:
+    """The pipeline rank of a global rank; 0 without a pipeline."""
     axis = lowered.pipeline.axis if lowered.pipeline else ""
     return rank // lowered.stride(axis) % lowered.axis_size(axis) if axis else 0
 
@@ -161,7 +161,7 @@ def calls(
     noted: Iterable[Mapping[str, Any]], rank: int, lowered: Lowered, groups: Groups
 ) -> Iterator[RankCall]:
     """The calls of a rank in a step, as `planc.runtime.collectives` notes them."""
-    ops = lowered.stages[place_of(lowered, rank)].ops
+    ops = lowered.stages[pipeline_rank_of(lowered, rank)].ops
     for number, one in enumerate(noted):
         ranks = tuple(one.get("ranks", ()))
         made = RankCall(

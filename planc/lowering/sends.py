@@ -48,11 +48,11 @@ from planc.sections import Hook
 
 def sends(step: Step) -> tuple[Sent, ...]:
     """The collectives of every operation, in order; equal ones of an operation are one."""
-    found: dict[Sent, int] = {}
+    counts: dict[Sent, int] = {}
     for sent in by_pass(step):
-        one = replace(sent, times=0, during=During.STEP, modules=None)
-        found[one] = found.get(one, 0) + sent.times
-    return tuple(replace(one, times=times) for one, times in found.items())
+        key = replace(sent, times=0, during=During.STEP, modules=None)
+        counts[key] = counts.get(key, 0) + sent.times
+    return tuple(replace(key, times=times) for key, times in counts.items())
 
 
 def by_pass(step: Step) -> Iterator[Sent]:
@@ -103,11 +103,13 @@ def _repeats(op: Parallelize | DispatchExperts | LimitExperts, step: Step) -> Fr
 
     Early stopping ends before the last collective of a block, which nothing saves after.
     """
-    for one in step.lowered.checkpoint_ops:
-        if not one.save and op.modules.is_within(one.modules):
-            stops = one.early_stop and isinstance(op, Parallelize) and _sums(op)
-            stopped = stops and op.modules == _last(one.modules, step)
-            return Fraction(0 if stopped else step.backward.outputs(one.modules), len(one.modules))
+    for rule in step.lowered.checkpoint_ops:
+        if not rule.save and op.modules.is_within(rule.modules):
+            stops = rule.early_stop and isinstance(op, Parallelize) and _sums(op)
+            stopped = stops and op.modules == _last(rule.modules, step)
+            return Fraction(
+                0 if stopped else step.backward.outputs(rule.modules), len(rule.modules)
+            )
     return Fraction(0)
 
 
@@ -139,8 +141,10 @@ def _sums(op: Parallelize) -> bool:
 
 def _before(op: Parallelize) -> bool:
     """Whether all that a style sends in a forward pass comes before its module runs."""
-    made = contract(op.style)
-    return made.counted and not any(collective_kind(*flow.forward) for flow in made.gives)
+    style_contract = contract(op.style)
+    return style_contract.counted and not any(
+        collective_kind(*flow.forward) for flow in style_contract.gives
+    )
 
 
 # Operations --------------------------------------------------------------------------------------
@@ -151,62 +155,65 @@ def _tensor(op: Parallelize, step: Step) -> Iterator[Sent]:
     heads = step.lowered.loss_heads
     if not step.wide(op.axes) or any(op.modules.is_within(head) for head in heads):
         return
-    made = contract(op.style, op.modules.module.kind)
-    one = gather_template(op.WORD, op.modules, op.axes)
+    style_contract = contract(op.style, op.modules.module.kind)
+    template = gather_template(op.WORD, op.modules, op.axes)
     runs = _runs(op, step)
     back, back_again = step.backward.inputs(op.modules), step.backward.outputs(op.modules)
     for flows, size, behind in zip(
-        (made.takes, made.gives), _sizes(op, step), (back, back_again), strict=True
+        (style_contract.takes, style_contract.gives),
+        _sizes(op, step),
+        (back, back_again),
+        strict=True,
     ):
         for flow in flows:
-            one = replace(one, size=step.size(step.chosen) if flow.routed else size)
+            template = replace(template, size=step.size(step.chosen) if flow.routed else size)
             if kind := collective_kind(*flow.forward):
-                sent = replace(one, kind=kind, times=len(op.modules) * step.passes * runs)
+                sent = replace(template, kind=kind, times=len(op.modules) * step.passes * runs)
                 yield from again(iter([sent]), _repeats(op, step))
             if (kind := collective_kind(*flow.backward)) and _sums_here(op, flow, step):
                 times = behind * step.passes * runs
-                yield replace(one, kind=kind, times=times, during=During.BACKWARD)
-    if (made.sums or op.sums_all) and step.lowered.fsdp_units:
+                yield replace(template, kind=kind, times=times, during=During.BACKWARD)
+    if (style_contract.sums or op.sums_all) and step.lowered.fsdp_units:
         times = step.backward.count_trained(op.modules) * step.reductions()
         for parameter, copies in _parameters(op.modules.module, inside=op.sums_all):
-            sent = replace(one, kind=REDUCE, times=times * copies, during=During.STEP)
+            sent = replace(template, kind=REDUCE, times=times * copies, during=During.STEP)
             yield replace(sent, size=parameter.numel * step.width)
     if isinstance(op.style, Experts) and step.lowered.fsdp_units:
         times = step.backward.count_trained(op.modules) * step.reductions()
         for size in _replicated_bytes(op, op.style, step):
-            yield replace(one, kind=REDUCE, times=times, size=size, during=During.STEP)
+            yield replace(template, kind=REDUCE, times=times, size=size, during=During.STEP)
 
 
 def _norms(op: Adapt, step: Step) -> Iterator[Sent]:
     """Yields the collectives of DoRA's norms of rows, for layers whose columns are on several
     ranks, or whose output is gathered: a number a row, in float32.
     """
-    for one in step.lowered.styles if op.dora else ():
-        if not _is_adapted(op, one) or not any(
-            collective_kind(*f.forward) for f in contract(one.style).gives
+    for style in step.lowered.styles if op.dora else ():
+        if not _is_adapted(op, style) or not any(
+            collective_kind(*f.forward) for f in contract(style.style).gives
         ):
             continue
-        _, rows = _features(one)
+        _, rows = _features(style)
         sent = replace(
-            gather_template(op.WORD, one.modules, one.axes),
-            where=f"norms of {_layer(one)}",
-            kind=REDUCE if _sums(one) else GATHER,
-            times=len(one.modules) * step.passes,
+            gather_template(op.WORD, style.modules, style.axes),
+            where=f"norms of {_layer(style)}",
+            kind=REDUCE if _sums(style) else GATHER,
+            times=len(style.modules) * step.passes,
             size=None if rows is None else 4 * rows,
         )
-        yield from again(iter([sent]), _repeats(one, step))
+        yield from again(iter([sent]), _repeats(style, step))
 
 
-def _is_adapted(op: Adapt, one: Parallelize) -> bool:
+def _is_adapted(op: Adapt, style: Parallelize) -> bool:
     """Whether a style is of a layer that has the adapter."""
-    layer = _layer(one)
-    inside = one.modules.path[-1:] == (BASE_LAYER,)
+    layer = _layer(style)
+    inside = style.modules.path[-1:] == (BASE_LAYER,)
     return inside and any(layer.overlap(members) for members in op.members)
 
 
-def _layer(one: Parallelize) -> Modules:
+def _layer(style: Parallelize) -> Modules:
     """The layer that peft wraps, by the module inside it."""
-    return Modules(one.modules.path[:-1], one.modules.module)
+    return Modules(style.modules.path[:-1], style.modules.module)
 
 
 def _runs(op: Parallelize, step: Step) -> int:
@@ -230,18 +237,18 @@ def _images(op: DivideImages, step: Step) -> Iterator[Sent]:
     """The features of the images of rows whose tokens are all of images, once for the embeddings,
     and once for each block that adds some; and their gradients, where each rank has a part.
     """
-    found, config = step.lowered.find_ops(DivideImages), step.config.get("vision_config")
+    divisions, config = step.lowered.find_ops(DivideImages), step.config.get("vision_config")
     layers = config.get(DEEPSTACK_FIELD) if isinstance(config, Mapping) else None
     tensors = 1 + len(layers if isinstance(layers, list) else ())
     # the rows of a context axis are whole, of whose images those of a tensor axis have a run
-    outer = any(other.parts for other in found if other is not op)
+    outer = any(other.parts for other in divisions if other is not op)
     size = step.size(1 if outer else step.lowered.sequence_parts, step.hidden)
-    one = replace(
+    template = replace(
         gather_template(op.WORD, op.modules, (op.axis,)), times=step.passes * tensors, size=size
     )
-    yield one
+    yield template
     if op.parts and step.backward.count_trained(op.modules):
-        yield replace(one, kind=EXCHANGE, during=During.BACKWARD)
+        yield replace(template, kind=EXCHANGE, during=During.BACKWARD)
 
 
 def _replicated_bytes(op: Parallelize, style: Experts, step: Step) -> Iterator[int]:
@@ -249,16 +256,24 @@ def _replicated_bytes(op: Parallelize, style: Experts, step: Step) -> Iterator[i
     each expert: every rank has a part of the sum that is their gradient.
     """
     stated, experts = dict(style.layouts), step.lowered.experts
-    split = any(op.modules.overlap(one.modules) for one in step.lowered.find_ops(DispatchExperts))
+    split = any(
+        op.modules.overlap(dispatch.modules) for dispatch in step.lowered.find_ops(DispatchExperts)
+    )
     ranks = experts.ranks.size if split and experts is not None else 1
-    for own in op.modules.module.parameters:
-        if own.trainable and own.name in stated and not isinstance(stated[own.name].layout, Shard):
-            yield own.numel // ranks * step.width
+    for parameter in op.modules.module.parameters:
+        if (
+            parameter.trainable
+            and parameter.name in stated
+            and not isinstance(stated[parameter.name].layout, Shard)
+        ):
+            yield parameter.numel // ranks * step.width
 
 
 def _sums_here(op: Parallelize, flow: Flow, step: Step) -> bool:
-    """Whether a module redistributes the gradient of an activation itself: not a summand of a whole
-    input that one above gave as a DTensor, and sums for all inside; that one does where one asks.
+    """Whether a module redistributes the gradient of an activation itself.
+
+    It does not if the gradient is partial, and a module around it passed the replicated input as
+    a DTensor: that module then sums the gradients of all modules inside.
     """
     if flow.source != Replicate():
         return True
@@ -268,13 +283,13 @@ def _sums_here(op: Parallelize, flow: Flow, step: Step) -> bool:
         case Grad.PARTIAL:
             return not _sums_above(op, step)
         case Grad.VARYING:
-            every = step.lowered.styles
-            return any(one.modules.is_within(op.modules) and _asks(one) for one in every)
+            styles = step.lowered.styles
+            return any(rule.modules.is_within(op.modules) and _asks(rule) for rule in styles)
 
 
 def _asks(op: Parallelize) -> bool:
-    made = contract(op.style, op.modules.module.kind)
-    return any(f.gradient is Grad.PARTIAL and f.source == Replicate() for f in made.takes)
+    style_contract = contract(op.style, op.modules.module.kind)
+    return any(f.gradient is Grad.PARTIAL and f.source == Replicate() for f in style_contract.takes)
 
 
 def _sizes(op: Parallelize, step: Step) -> tuple[int | None, int | None]:
@@ -300,8 +315,10 @@ def _sums_above(op: Parallelize, step: Step) -> bool:
     half of an adapter has its input from the first.
     """
     return op.modules.path[-2:-1] != ("lora_B",) and any(
-        isinstance(one.style, Input) and not one.style.local and op.modules.is_within(one.modules)
-        for one in step.lowered.styles
+        isinstance(rule.style, Input)
+        and not rule.style.local
+        and op.modules.is_within(rule.modules)
+        for rule in step.lowered.styles
     )
 
 
@@ -312,7 +329,7 @@ def _fsdp(op: FullyShard, step: Step) -> Iterator[Sent]:
     trained = min(units, sum(map(step.backward.count_trained, op.members)))
     elements = ((op.gathered + op.saved) * units - op.frozen) // max(trained, 1) // width
     reduced = elements * DTYPE_BYTES[op.reduce or op.param or stored]
-    one = Sent(
+    template = Sent(
         word=op.WORD, where=op.name, kind=GATHER, axes=op.shard, times=units, size=op.gathered
     )
     if not op.gathered:
@@ -323,11 +340,11 @@ def _fsdp(op: FullyShard, step: Step) -> Iterator[Sent]:
         gathers = (units + _gathered_again(op, step)) * step.passes
     reductions = trained * step.reductions(op) if reduced else 0
     if op.shard:
-        yield replace(one, times=gathers)
-        yield replace(one, kind=SCATTER, times=reductions, size=reduced)
+        yield replace(template, times=gathers)
+        yield replace(template, kind=SCATTER, times=reductions, size=reduced)
     if op.replicate:
-        ranks, one = step.lowered.axis_size(*op.shard), replace(one, times=reductions)
-        yield replace(one, kind=REDUCE, axes=op.replicate, size=reduced // ranks)
+        ranks, template = step.lowered.axis_size(*op.shard), replace(template, times=reductions)
+        yield replace(template, kind=REDUCE, axes=op.replicate, size=reduced // ranks)
 
 
 def _gathered_again(op: FullyShard, step: Step) -> int:
@@ -335,8 +352,8 @@ def _gathered_again(op: FullyShard, step: Step) -> int:
     the first of them, which FSDP prefetches.
     """
     reached = step.backward.outputs(op.members[-1])
-    found = step.backward.nearest(o.members[-1] for o in step.lowered.fsdp_units if o.shard)
-    return (min(reached, 1) if op.group else reached) + (found is op.members[-1])
+    prefetched = step.backward.nearest(o.members[-1] for o in step.lowered.fsdp_units if o.shard)
+    return (min(reached, 1) if op.group else reached) + (prefetched is op.members[-1])
 
 
 def _exchanges(op: DispatchExperts, step: Step) -> Iterator[Sent]:
@@ -375,11 +392,11 @@ def _in_chunks(
     share = None if weights is None or part is None else weights * part
     (forward, _), _ = moves = tuple(moves)
     yield replace(forward, size=8 * op.shapes[0].shape[0] * op.chunks)
-    for one, times in moves:
+    for move, times in moves:
         each = None if rows is None else int(rows / op.chunks)
-        yield replace(one, times=times * op.chunks, size=each)
+        yield replace(move, times=times * op.chunks, size=each)
         each = None if share is None else int(share / op.chunks)
-        yield replace(one, times=one.times * op.chunks, size=each)
+        yield replace(move, times=move.times * op.chunks, size=each)
 
 
 def _choices(op: LimitExperts, step: Step) -> Iterator[Sent]:

@@ -23,8 +23,8 @@ def of_ranks(plan: ir.Plan, facts: Facts) -> Iterator[tuple[ir.Plan, Facts]]:
     op = plan.pipeline.op
     ranks = plan.mesh.size(op.axis)
     for rank in range(ranks):
-        own = stages_of_rank(op.schedule, rank, ranks, op.stages)
-        mine = replace(op, own=own)
+        local_stages = stages_of_rank(op.schedule, rank, ranks, op.stages)
+        mine = replace(op, own=local_stages)
         gone, kept = tuple(elsewhere(mine)), mine.shared_modules
         left = _with_kept(
             plan, plan.map_modules(partial(_remaining_modules, gone, kept)), gone, kept
@@ -62,11 +62,11 @@ def _with_kept(
         return left
 
     def place(unit: ir.Unit, modules: Modules, at: Span) -> tuple[Modules, ...]:
-        found = _remaining_modules(gone, kept, modules, at)
+        remaining = _remaining_modules(gone, kept, modules, at)
         away = (m for other in gone if (m := modules.part_inside(other)) is not None)
         inner = (m for part in away for k in kept if (m := k.part_inside(part)) is not None)
         more = (m for m in inner if len(m.path) > len(modules.path))
-        return (*found, *more) if unit.group else found
+        return (*remaining, *more) if unit.group else remaining
 
     units = (part for unit in plan.fsdp.units for part in unit.with_members(partial(place, unit)))
     return replace(left, fsdp=replace(left.fsdp, units=tuple(units)))

@@ -73,12 +73,12 @@ class Sent:
         return self.among[0] if self.among else lowered.axis_size(*self.axes)
 
 
-def again(found: Iterator[Sent], share: Fraction) -> Iterator[Sent]:
+def again(collectives: Iterator[Sent], share: Fraction) -> Iterator[Sent]:
     """Collectives, and the share of those of forward passes that backward repeats."""
-    for one in found:
-        yield one
-        if one.during is During.FORWARD:
-            yield replace(one, times=int(one.times * share), during=During.REPEATED)
+    for sent in collectives:
+        yield sent
+        if sent.during is During.FORWARD:
+            yield replace(sent, times=int(sent.times * share), during=During.REPEATED)
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ class Step:
         """The number of gradient reductions of these FSDP units, or of any. Shards are reduced in
         each pass of a plan without stages, replicated gradients at the end of the step.
         """
-        some = units or self.lowered.fsdp_units
-        once = self.lowered.pipeline or not any(self.wide(op.shard) for op in some)
+        reduced_units = units or self.lowered.fsdp_units
+        once = self.lowered.pipeline or not any(self.wide(op.shard) for op in reduced_units)
         return 1 if once else self.micro_batches
 
     @cached_property
@@ -165,8 +165,8 @@ class Step:
 
     def size(self, *features: int | None) -> int | None:
         """Bytes of an activation with these features for each token of a pass."""
-        every = (self.tokens, *features)
-        return None if None in every else self.width * prod(n for n in every if n is not None)
+        factors = (self.tokens, *features)
+        return None if None in factors else self.width * prod(n for n in factors if n is not None)
 
     @property
     def knows_trained(self) -> bool:
@@ -221,7 +221,7 @@ def _fitting(step: Step, role: AxisRole) -> str:
         return ""
     if pipeline is None:
         return f"`--micro-batches {gcd(count, step.micro_batches)}` fits; or "
-    if pipeline.timetable or count % step.micro_batches:
+    if pipeline.rank_passes or count % step.micro_batches:
         return ""
     terms, ranks = TERMS[pipeline.schedule], step.lowered.axis_size(pipeline.axis)
     fitting = [

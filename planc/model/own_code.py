@@ -118,7 +118,7 @@ class _Walk:
     # Modules -------------------------------------------------------------------------------------
 
     def of_class(self, cls: type) -> bool:
-        """Notes the forward of a class of modules; returns whether no library has the class."""
+        """Records the forward of a class if it is user-defined; returns whether the class is."""
         for name in _TOLD:
             holder = next((c for c in cls.__mro__ if name in c.__dict__), None)
             function: Any = holder.__dict__[name] if holder else None
@@ -137,7 +137,7 @@ class _Walk:
         return not is_shipped(cls)
 
     def of_instance(self, module: Any) -> Iterator[str]:
-        """The functions that one module has and its class has not."""
+        """Yields the functions and hooks that are set on one module, and not on its class."""
         inside = module.__dict__
         own = inside.get("forward")
         if own is not None and getattr(own, "__func__", own) is not type(module).forward:
@@ -151,7 +151,7 @@ class _Walk:
                 yield self.note_replacement(f"{type(module).__name__}.{name}", value)
 
     def _kernel(self, module: Any, value: Any) -> bool:
-        """Whether a function that a module holds is of a library, or one that its file imports."""
+        """Whether a function attribute of a module is from a library, or imported by its file."""
         if is_shipped(value):
             return True
         home = type(module).__module__
@@ -159,14 +159,18 @@ class _Walk:
         return any(imports(home, name) for name in names)
 
     def of_loss(self, model: Any) -> None:
-        """Notes the loss of a transformers model, which a property finds in a registry."""
+        """Records the loss function of a transformers model, if it is user-defined."""
         loss = model.loss_function if hasattr(type(model), "loss_function") else None
         if loss is not None and not is_shipped(loss):
             self.found.add(f"the loss: {self.value(loss, None)}")
         self._wait(loss, None)
 
     def note_replacement(self, what: str, function: Any) -> str:
-        """Notes a function in a place where a library has none or another, unless it is planc's."""
+        """Records a function that a user set in place of a library's; planc's own are skipped.
+
+        Returns:
+            Its description, or an empty text.
+        """
         code = getattr(getattr(function, "__func__", function), "__code__", None)
         if code is not None and library_of(code.co_filename) == "planc":
             return ""
@@ -175,14 +179,14 @@ class _Walk:
         return text
 
     def held_values(self, module: Any) -> str:
-        """The numbers and functions that a module holds, not its parameters and buffers."""
+        """The attributes of a module as a text, without its parameters and buffers."""
         fields = sorted((n, v) for n, v in module.__dict__.items() if n not in _OF_A_COPY)
         return str([(n, self.value(v, type(module))) for n, v in fields if not n.startswith("_")])
 
     # Functions -----------------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Reads all functions that are reached."""
+        """Reads the code of all functions that the recorded ones call, directly or indirectly."""
         while self._waiting:
             function, cls = self._waiting.pop()
             of_library = library_of(function.__code__.co_filename)
@@ -201,7 +205,9 @@ class _Walk:
     def _reachable(
         self, function: FunctionType, names: set[str], cls: type | None, *, libraries_alone: bool
     ) -> Iterator[tuple[str, Any]]:
-        """The globals, functions of imported modules, and methods that names may stand for."""
+        """Yields the globals, functions of imported modules and methods that a function's names may
+        refer to.
+        """
         inside = function.__globals__
         places, seen = [("", inside)], {id(inside)}
         while places:

@@ -1,4 +1,4 @@
-"""The random numbers that a model draws in training, and those that a script draws after it."""
+"""The random numbers of a model in training, and of a script after it."""
 
 import contextlib
 import sys
@@ -10,7 +10,7 @@ from planc.model.facts import Facts
 
 
 def random_fields(facts: Facts) -> tuple[str, ...]:
-    """The fields that make training draw random numbers, as `name = value`.
+    """The configuration fields that make training use random numbers, as `name = value`.
 
     For a model that is not from transformers, its nn.Dropout modules are listed instead.
     """
@@ -27,7 +27,7 @@ def random_fields(facts: Facts) -> tuple[str, ...]:
 
 
 def spec_augment_fields(facts: Facts) -> tuple[str, ...]:
-    """The fields of SpecAugment, whose masks of spectra transformers draws with numpy."""
+    """The fields of SpecAugment, whose masks transformers generates with numpy."""
     every = facts.config.items()
     fields = [(n, v) for n, v in every if SPEC_AUGMENT.search(n) and isinstance(v, float) and v > 0]
     on = facts.config.get("apply_spec_augment", True)

@@ -59,7 +59,7 @@ class KeysOp(Op):
     attention: Annotated[str, choice(*_EXCHANGES)] = "all_gather"
     ulysses: Size = field(default=1, metadata=OMIT)
 
-    def neighbours(self, ranks: int) -> int:
+    def ulysses_ranks(self, ranks: int) -> int:
         """The number of ranks in one Ulysses all-to-all; each gets a shard of the heads."""
         return ranks if self.attention == "ulysses" else gcd(self.ulysses, ranks)
 

@@ -26,14 +26,14 @@ class Side(StrEnum):
 
 
 class Grad(StrEnum):
-    """The part of a gradient that a rank has."""
+    """The layout of a gradient on a rank."""
 
     INVARIANT = "invariant"
-    """All of it; or a shard, where the activation is one."""
+    """The complete gradient, or its shard if the activation is sharded."""
     PARTIAL = "partial"
-    """A summand."""
+    """One addend of a pending sum over ranks."""
     VARYING = "varying"
-    """A summand where modules inside compute a part each, else all of it."""
+    """Partial if the modules inside are sharded, else complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class Flow:
 
     Args:
         source, target: its layout before and after the style redistributes it.
-        gradient: what a rank has of the gradient of the target.
-        routed: whether it is the weights of a token's experts, and not the token.
+        gradient: the layout of the gradient of the target.
+        routed: whether the activation is the routing weights of tokens, and not their features.
     """
 
     source: Layout
@@ -64,7 +64,7 @@ class Flow:
 
 
 def _dual(layout: Layout) -> Layout:
-    """The layout of the gradient of an activation: that of a sum is the same for each summand."""
+    """The layout of an activation's gradient; the gradient of a partial value is replicated."""
     return Replicate() if isinstance(layout, Partial) else layout
 
 

@@ -48,21 +48,23 @@ RESETS: dict[str, tuple[str, ...]] = {
     "ZayaCCAProjection": ("ZayaCCAProjection.forward",),
     "xLSTMBackend": ("xLSTMBackend.forward",),
 }
-"""The functions that pass states along a sequence, by the class of transformers that calls them.
+"""The functions that update recurrent states, by the class of transformers that calls them.
 The keys of `TOKENS` in `standalone/documents.py` are these functions and methods."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResetStates(Op):
-    """Runs what hands states on over each document alone, in batches with several in a row.
+    """Resets recurrent states at each document, in batches that pack several documents in a row.
 
     Args:
-        parts: functions of the model's file, and methods and modules of its classes.
+        parts: the functions, methods and modules that update recurrent states.
     """
 
     parts: Some[Name]
 
-    SCRIPT: ClassVar = ScriptFunction("keep_documents_apart", "States end with a document.")
+    SCRIPT: ClassVar = ScriptFunction(
+        "keep_documents_apart", "Resets recurrent states at documents."
+    )
 
     def calls(self, _context: Context) -> Iterator[Step]:
         call = FunctionCall("standalone.documents:reset_states", (MODEL, *self.parts))
@@ -72,11 +74,11 @@ class ResetStates(Op):
     WORD: ClassVar = "documents"
 
     def headline(self, _mesh: AxisSizes | None = None) -> str:
-        return f"states end with each: {', '.join(self.parts)}"
+        return f"recurrent states are reset at each: {', '.join(self.parts)}"
 
 
 def resets(facts: Facts) -> tuple[str, ...]:
-    """The parts of a model that hand states on, as keys of `TOKENS`."""
+    """The functions of a model that update recurrent states, as keys of `TOKENS`."""
     kinds = {modules.module.cls for modules in facts.model.below()}
     return tuple(sorted({part for kind in kinds for part in RESETS.get(kind, ())}))
 

@@ -30,16 +30,16 @@ Drop = Annotated[str, choice(*_DROPS)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitExperts(Op):
-    """Gives each expert a number of slots in a row, and drops the tokens that find none.
+    """Gives each expert a capacity for each row, and drops the tokens above it.
 
     Args:
         modules: fused experts, whose forward takes the experts of each token and their weights.
-        experts: how many there are, on all ranks.
-        capacity: slots of an expert over the mean number of its tokens in a row.
-        drop: which of too many tokens: those with the lowest weights, or the last ones.
-        sent: whether ranks divide the experts, so that tokens that are dropped are not sent.
-        axis: whose ranks each have a part of every row; None for whole rows.
-        balance: which part, as of context parallelism.
+        experts: the number of experts on all ranks.
+        capacity: the capacity factor: tokens of an expert in a row, relative to the mean.
+        drop: the tokens to drop: those with the lowest weights, or the last ones.
+        sent: whether the experts are expert-parallel, so that dropped tokens are not sent.
+        axis: the axis that shards the sequence; None for full rows.
+        balance: how the axis distributes tokens, as in context parallelism.
     """
 
     modules: Modules

@@ -27,7 +27,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Every rank holds a summand of the tensor."""
+    """Every rank holds one addend of a pending sum."""
 
     def __str__(self) -> str:
         return "partial"

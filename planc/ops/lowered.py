@@ -66,15 +66,16 @@ class MeshAxis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertMesh:
-    """The ranks along some axes, as those that divide experts and those with equal ones.
+    """The ranks along some axes, as a mesh of ranks with equal and ranks with different experts.
 
-    The innermost ranks divide them: rank r along the axes is (r // ranks, r % ranks).
+    Rank r along the axes has the coordinates (r // ranks, r % ranks), so the innermost ranks hold
+    different experts.
 
     Args:
-        ranks: that divide the experts among them.
-        rest: ranks with the same experts, over which FSDP shards these.
-        axes: of which both are made, outermost first.
-        inside: axes over which styles split the inside of each expert; none of `axes`.
+        ranks: the expert-parallel ranks, which hold different experts.
+        rest: the ranks with the same experts, over which FSDP shards them.
+        axes: the axes that contain both, outermost first.
+        inside: axes over which styles shard the weights of each expert; none of `axes`.
     """
 
     ranks: MeshAxis
@@ -125,9 +126,9 @@ class Lowered(InNotebooks):
         module_dicts: its lists that are an nn.ModuleDict, whose entries have texts for keys; `*` is
             for indices.
         axes: the mesh, outermost first.
-        experts: how its ranks divide experts; None where none do.
+        experts: the expert-parallel ranks; None without expert parallelism.
         data: the axes whose ranks read different data; sampler rank and size follow from them.
-        stages: of the pipeline, by the place of their ranks on its axis.
+        stages: the operations of each pipeline rank, in order; one without a pipeline.
         findings: what the compiler and the checks say of the plan, if `planc.lower` made it.
     """
 

@@ -1,4 +1,4 @@
-"""The stages of a pipeline: which blocks the ranks at one place of its axis hold, and the schedule.
+"""The pipeline: the blocks of each pipeline rank's stages, and the schedule.
 
 `torch.distributed.pipelining` has the schedules.
 """
@@ -25,6 +25,7 @@ from planc.ops.base import (
     Size,
     Some,
     choice,
+    key,
     text,
 )
 from planc.ops.claims import MESSAGE, MESSAGES, CallClaim, ObservedCall
@@ -34,7 +35,7 @@ SCHEDULES: tuple[str, ...] = get_args(Schedule)
 OF_FILES = ("timetable", "timetable_v")
 """Schedules from a file: stages in turn over the ranks, or there and back."""
 Row = Annotated[
-    str, text("timetable", "the passes of a rank", r"\d+[FBIW]\d+(,\d+[FBIW]\d+)*", most=2**20)
+    str, text("rank_passes", "the passes of a rank", r"\d+[FBIW]\d+(,\d+[FBIW]\d+)*", most=2**20)
 ]
 
 
@@ -101,11 +102,11 @@ class Copies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline(Op):
-    """Leaves a rank the parameters of its stages; the forward stays the model's own.
+    """Keeps the parameters of a rank's stages only; the model's forward is unchanged.
 
     Args:
-        axis: whose ranks are stages.
-        own: the stages of these ranks.
+        axis: the pipeline axis.
+        own: the stages of this pipeline rank.
         blocks: the list of blocks.
         bounds: the index of the first block of each stage, and the number of blocks.
         inputs: modules of the first stage besides its blocks.
@@ -119,7 +120,7 @@ class Pipeline(Op):
             they are sent on to the stages of the blocks that take them.
         states: arguments of blocks that earlier blocks compute; a stage sends those of the first
             block of the next one.
-        timetable: where a file is the schedule, the passes of each rank in order: `0F2` is the
+        rank_passes: where a file is the schedule, the passes of each rank in order: `0F2` is the
             forward of microbatch 2 on stage 0, `B` its backward, `I` and `W` the gradients of
             inputs and of weights apart, as `torch.distributed.pipelining` writes them.
         added: the number of first blocks to whose outputs features of images are added, if the
@@ -142,7 +143,7 @@ class Pipeline(Op):
     copies: tuple[Copies, ...] = field(default=(), metadata=OMIT)
     given: tuple[Argument, ...] = field(default=(), metadata=OMIT)
     states: tuple[Argument, ...] = field(default=(), metadata=OMIT)
-    timetable: tuple[Row, ...] = field(default=(), metadata=OMIT)
+    rank_passes: tuple[Row, ...] = field(default=(), metadata=OMIT | key("timetable"))
     added: Count = field(default=0, metadata=OMIT)
     timed: tuple[Size, ...] = field(default=(), metadata=OMIT)
 
@@ -162,7 +163,7 @@ class Pipeline(Op):
 
     def simplify(self, context: call.Context, *, precision: bool) -> Self:
         # a schedule file has passes for its own number of microbatches
-        return self if self.timetable else replace(self, microbatches=self.stages)
+        return self if self.rank_passes else replace(self, microbatches=self.stages)
 
     def claims(self, collective: ObservedCall) -> CallClaim | None:
         """Claims the messages between stages."""
@@ -177,8 +178,8 @@ class Pipeline(Op):
     @property
     def splits(self) -> bool:
         """Whether gradients of weights are computed apart from those of inputs."""
-        if self.timetable:
-            return any("W" in row for row in self.timetable)
+        if self.rank_passes:
+            return any("W" in row for row in self.rank_passes)
         return self.schedule in ("zero_bubble", "zbv", "dualpipe_v")
 
     @property
@@ -216,7 +217,7 @@ class Pipeline(Op):
                 *([("copies", call.Items(tuple(map(_group, self.copies))))] if self.copies else []),
                 *([("given", call.Items(self.given))] if self.given else []),
                 *([("states", call.Items(self.states))] if self.states else []),
-                *([("timetable", call.Items(self.timetable))] if self.timetable else []),
+                *([("rank_passes", call.Items(self.rank_passes))] if self.rank_passes else []),
                 *([("added", self.added)] if self.added else []),
             ),
         )
@@ -228,7 +229,8 @@ class Pipeline(Op):
 
     def headline(self, mesh: AxisSizes | None = None) -> str:
         over = phrases.axes((self.axis,), mesh)
-        parts = [f"{self.schedule} over {over}", f"{self.microbatches:,} microbatches"]
+        schedule = "a schedule file" if self.rank_passes else self.schedule
+        parts = [f"{schedule} over {over}", f"{self.microbatches:,} microbatches"]
         return ", ".join([*parts, *(f"stages by {fact.value}" for fact in self._time_facts())])
 
     def stage_modules(self, stage: int) -> tuple[Modules, ...]:
@@ -277,7 +279,7 @@ class Pipeline(Op):
                     Fact("schedule", self.schedule),
                     Fact("microbatches", self.microbatches),
                     *self._time_facts(),
-                    *(Fact(f"passes of rank {i}", row) for i, row in enumerate(self.timetable)),
+                    *(Fact(f"passes of rank {i}", row) for i, row in enumerate(self.rank_passes)),
                 ),
                 brief=f"{self.modules_of(stage)}, {self.headline()}",
             )

@@ -10,12 +10,12 @@ from planc.ops.base import OMIT, Axes, AxisSizes, Op, Phase
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareLongestPosition(Op):
-    """Gives rotary embeddings whose frequencies depend on the longest position of a pass the
-    longest one of all data ranks, of all parts of a sequence and of all microbatches.
+    """Shares the longest position of a pass among all data ranks, sequence shards and microbatches,
+    for rotary embeddings whose frequencies depend on it.
 
     Args:
         axes: the axes whose ranks read different rows, outermost first.
-        parts: the axes whose ranks have parts of each sequence.
+        parts: the axes whose ranks hold shards of each sequence.
     """
 
     axes: Axes

@@ -1,4 +1,4 @@
-"""The process groups that only some places of a pipeline use."""
+"""The process groups that only some pipeline ranks use."""
 
 from collections.abc import Iterator
 
@@ -9,15 +9,17 @@ _CREATE = ("._flatten", "standalone.expert_parallel:mesh_of_experts")
 
 
 def uneven_groups(lowered: Lowered, context: call.Context) -> tuple[call.Shared, ...]:
-    """The calls that create process groups, where they differ between the places of a pipeline.
+    """The calls that create process groups, if they differ between pipeline ranks; else empty.
 
-    Every rank takes part in each creation, in one order, so all of them then come before the
-    operations. Nothing where each place makes the same calls in the same order.
+    Every rank must take part in the creation of each group, in the same order. So these calls come
+    before all operations.
     """
-    places = [tuple(dict.fromkeys(_created_values(stage, context))) for stage in lowered.stages]
-    if len(set(places)) == 1:
+    values_by_rank = [
+        tuple(dict.fromkeys(_created_values(stage, context))) for stage in lowered.stages
+    ]
+    if len(set(values_by_rank)) == 1:
         return ()
-    return tuple(dict.fromkeys(value for place in places for value in place))
+    return tuple(dict.fromkeys(value for values in values_by_rank for value in values))
 
 
 def _created_values(stage: Stage, context: call.Context) -> Iterator[call.Shared]:

@@ -31,7 +31,7 @@ def report_leaks(facts: Facts, lowered: Lowered, sink: Sink) -> None:
         sink.info(
             "PL517",
             f"{facts.name} does not keep packed documents apart: `planc.apply` refuses rows whose "
-            "positions begin again",
+            "positions restart",
             facts=[
                 f"with other tokens in a first document the next one moves by "
                 f"{found[DOCUMENTS]:.1g} of the output, in one process"

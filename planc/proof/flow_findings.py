@@ -278,7 +278,7 @@ def _context(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
         help = "set the axis to 1: the attention of these versions of diffusers is not known"
     sink.error(
         "PL541",
-        f"`{subject or 'the model'}` is wrong where each rank has a part of the sequence",
+        f"`{subject or 'the model'}` is wrong if each rank has a sequence shard",
         *(rule.origin for rule in small.context),
         facts=[*facts, *_source(mismatch), _SEEN],
         help=help,
@@ -286,12 +286,13 @@ def _context(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
 
 
 def _draws(group: list[Discrepancy], small: Plan, sink: Sink) -> None:
-    """Reports random numbers that no recorded forward shows: nothing makes ranks draw alike."""
+    """Reports random numbers that the recorded forward pass lacks, so no operation syncs them."""
     mismatch, subject = group[0], generic(group[0].subject)
     message = f"{mismatch.detail}, in `{subject or 'the model'}`"
     labels = rule_labels(mismatch.subject, small)
     help = (
-        "draw in each pass, as `nn.Dropout` does: a recorded forward did not show that this draws"
+        "generate random numbers in each pass, as `nn.Dropout` does: the recorded forward pass "
+        "had none here"
     )
     sink.error("PL511", message, *labels, facts=[*_source(mismatch), _SEEN], help=help)
 

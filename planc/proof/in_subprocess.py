@@ -66,7 +66,7 @@ _LONGER = (
 
 
 def prove_in_subprocess(compiled: Compiled, *, allow_code: bool) -> KnownVerdict:
-    """The verdict of layout flow on a compiled plan without errors, kept as that of a check."""
+    """The verdict of layout flow on a compiled plan without errors, cached as by `planc check`."""
     facts = compiled.facts
     given = replace(compiled, facts=facts and readable(facts))
     try:
@@ -78,7 +78,7 @@ def prove_in_subprocess(compiled: Compiled, *, allow_code: bool) -> KnownVerdict
 
 
 def readable(facts: Facts) -> Facts:
-    """The facts, whose model has no tensors on a device: copies of the process cannot use one."""
+    """Returns the facts with a model without tensors on a device, which a fork cannot use."""
     from planc.proxy.user_model import without_devices
 
     module = facts.user_model
@@ -91,10 +91,10 @@ def readable(facts: Facts) -> Facts:
 
 
 class NoAnswerError(Exception):
-    """The reason for which a process of its own gave no answer.
+    """Another process returned no result; the message is the reason.
 
     Args:
-        late: whether its time was up.
+        late: whether it exceeded the time limit.
     """
 
     def __init__(self, reason: str, *, late: bool = False) -> None:
@@ -103,11 +103,13 @@ class NoAnswerError(Exception):
 
 
 def answer_elsewhere(answer: Callable[..., object], *given: object, of: Facts | None) -> Any:
-    """The result of a function, as JSON, in a process of its own: in a copy of this one where the
-    model that it is about is the script's own.
+    """Calls a function in another process and returns its result, which is JSON.
 
     Args:
-        answer: a function of a module of planc.
+        answer: a module-level function of planc.
+        given: its arguments.
+        of: the model that they are about. If a script built it, the other process is a fork of
+            this one, which has the model's code; otherwise it is a new process.
 
     Raises:
         NoAnswerError: see `answer_of_subprocess` and `answer_of_copy`.
@@ -118,10 +120,10 @@ def answer_elsewhere(answer: Callable[..., object], *given: object, of: Facts | 
 
 
 def answer_of_subprocess(answer: Callable[..., object], *given: object) -> Any:
-    """The result of a function of a module, as JSON, in a new process.
+    """Calls a module-level function in a new process and returns its result, which is JSON.
 
     Raises:
-        NoAnswerError: it raises, its time is up, or `given` cannot be pickled.
+        NoAnswerError: the function raises or exceeds the time limit, or `given` cannot be pickled.
     """
     import pickle
     import subprocess
@@ -151,7 +153,7 @@ def _too_late() -> NoAnswerError:
 
 
 def _failure(said: bytes, code: int) -> NoAnswerError:
-    """The error of a process that ended without an answer: its last line says why."""
+    """The error for a process that ended without a result, with the last line of its stderr."""
     if code < 0 and -code == getattr(signal, "SIGXCPU", None):
         text = f"no answer within {SECONDS:g} seconds of processor time"
         return NoAnswerError(text, late=True)

@@ -36,7 +36,13 @@ from planc.proof.random_draws import drawing_case, report_draws
 from planc.proof.real_size import report_real_size
 from planc.proof.remedy import blamed_first, remedy
 from planc.proof.small_case import SmallCase, small_case, without_optimizer_classes
-from planc.proof.small_mesh import for_timetable, pairs, passes_on, simulated_sizes, with_experts
+from planc.proof.small_mesh import (
+    for_schedule_file,
+    pairs,
+    passes_on,
+    simulated_sizes,
+    with_experts,
+)
 from planc.sections import Hook
 from planc.simulate.outcome import Outcome
 from planc.simulate.time_limit import time_limit
@@ -269,7 +275,7 @@ def _judge_all(
     plan, mesh = compiled.plan, compiled.plan.mesh
     alone = [dict.fromkeys(mesh.names, 1)] if plan.loss_rules else []
     for found in [*simulated_sizes(mesh.axes, split, passes_on(plan), pairs(plan))] or alone:
-        sizes = for_timetable(found, plan)
+        sizes = for_schedule_file(found, plan)
         small = small_case(compiled, with_experts(sizes, mesh))
         if isinstance(small, Unrepresented):
             return Outcome(verdict="unknown", reason=small.reason), small
@@ -317,7 +323,7 @@ def _separate_verdicts(compiled: Compiled, sink: Sink, strict: bool) -> Iterator
     sizes = next(simulated_sizes(plan.mesh.axes, split), None)
     if sizes is None:
         return
-    case = small_case(compiled, with_experts(for_timetable(sizes, plan), plan.mesh))
+    case = small_case(compiled, with_experts(for_schedule_file(sizes, plan), plan.mesh))
     for name in sections:
         if isinstance(case, Unrepresented):
             outcome = Outcome(verdict="unknown", reason=case.reason)

@@ -1,8 +1,8 @@
-"""Whether the ranks draw random numbers as the plain model does.
+"""Checks that the random numbers of the ranks are distributed as in the reference run.
 
-The proxy model is trained once more, with its dropout. The single process uses the numbers that
-the ranks have drawn, so outputs and gradients can be compared; where ranks hold the same
-activations, their numbers must be the same, and where they hold shards, others.
+The proxy model is trained once more, with its dropout. The reference run reuses the random numbers
+of the ranks, so outputs and gradients can be compared. Ranks that hold the same activations must
+have the same numbers, and ranks with different shards different ones.
 """
 
 from collections.abc import Mapping
@@ -25,13 +25,15 @@ from planc.simulate.outcome import Discrepancy, Outcome
 _LEAST = 0.1
 """The least dropout of the proxy model: with less, a small tensor may lose nothing."""
 _STATE = (
-    "the `draws` lines of `planc lower` say where ranks draw by rank; a style that states the "
-    "layout there adds one"
+    "the `draws` lines of `planc lower` list where random numbers differ by rank; a style that "
+    "states the layout there adds one"
 )
 
 
 def drawing_case(compiled: Compiled, sizes: Mapping[str, int]) -> SmallCase | None:
-    """The case with the real model's dropout; None if nothing draws, or no proxy model can."""
+    """Returns the proxy model with the real model's dropout; None if there is no dropout, or if no
+    proxy model represents the real one.
+    """
     assert compiled.plan is not None and compiled.facts is not None
     if not drawing_fields(compiled.plan, compiled.facts):
         return None
@@ -51,14 +53,17 @@ def _dropout(name: str, value: Any) -> float | None:
 
 
 def report_draws(outcome: Outcome, small: Plan, facts: Facts, sink: Sink, *, strict: bool) -> bool:
-    """Reports draws unlike the plain model's (PL511), or not comparable (PL504), after a run that
-    was right without dropout; returns whether the plan trains another model.
+    """Reports random numbers unlike those of the reference run (PL511), or that cannot be compared
+    (PL504), after a run that was right without dropout.
+
+    Returns:
+        Whether the plan trains another model.
     """
     if outcome.verdict == "unknown":
         sink.report(
             Severity.ERROR if strict else Severity.WARNING,
             "PL504",
-            "layout flow cannot decide whether ranks draw random numbers as the plain model does: "
+            "layout flow cannot decide whether the random numbers of the ranks are right: "
             f"{outcome.reason}",
         )
     if outcome.verdict != "refuted":
@@ -68,7 +73,7 @@ def report_draws(outcome: Outcome, small: Plan, facts: Facts, sink: Sink, *, str
     wrong = first.kind != "draws" or first.error > 0
     labels, help = list(rule_labels(first.subject, small)), _STATE
     if lax := [c.origin for c in small.checkpoint_rules if not c.preserve_rng and not draws]:
-        labels = [Label(span=at, text="draws other numbers when it recomputes") for at in lax]
+        labels = [Label(span=at, text="recomputes with different random numbers") for at in lax]
         help = "remove `preserve_rng = false`, which is for blocks without dropout"
     sink.report(
         Severity.ERROR if wrong else Severity.WARNING,
@@ -77,7 +82,7 @@ def report_draws(outcome: Outcome, small: Plan, facts: Facts, sink: Sink, *, str
         *labels,
         facts=[
             *([f"the model's own code: {first.line}"] if first.line else []),
-            f"training draws random numbers: {', '.join(drawing_fields(small, facts))}",
+            f"training uses random numbers: {', '.join(drawing_fields(small, facts))}",
             "seen on a proxy model, with all ranks simulated, and right without dropout",
         ],
         help=help,

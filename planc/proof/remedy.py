@@ -34,7 +34,8 @@ _FEW = 3
 def remedy(
     compiled: Compiled, small: SmallCase, outcome: Outcome, draft: Draft
 ) -> tuple[RuleChange, ...]:
-    """The fewest changes of tensor rules found that prove a refuted proxy model; none if not found.
+    """Returns the fewest changes of tensor rules with which a refuted plan is proved on the proxy
+    model; empty if none are found.
 
     Args:
         compiled: the plan for the real model.

@@ -176,7 +176,7 @@ def small_case(
     if experts := compiled.plan.mesh.experts:
         ranks[AxisRole.EXPERT] = sizes[experts.ranks.name]
     op = compiled.plan.pipeline.op if compiled.plan.pipeline else None
-    if op and op.timetable and sizes[op.axis] not in (1, compiled.plan.mesh.size(op.axis)):
+    if op and op.rank_passes and sizes[op.axis] not in (1, compiled.plan.mesh.size(op.axis)):
         real = compiled.plan.mesh.size(op.axis)
         return Unrepresented(reason=f"its schedule is for {real} ranks of {op.axis}")
     ranks[AxisRole.TENSOR] = max(RANKS, compiled.plan.split_of_heads(sizes))

@@ -130,7 +130,7 @@ def with_experts(sizes: dict[str, int], mesh: Mesh) -> dict[str, int]:
             ):
                 sizes = {**sizes, name: 2 * RANKS}
     found = [sizes[name] for name in experts.axes]
-    # two ranks divide the experts rather than have equal ones
+    # prefer two ranks with different experts to two with equal ones
     alone = experts.rest.size == 1 or prod(found) < 2 * RANKS
     alone = alone or all(sizes[name] == 1 for name in data)
     most = prod(found) if alone else min(experts.ranks.size, max(1, prod(found) // 2))
@@ -138,13 +138,13 @@ def with_experts(sizes: dict[str, int], mesh: Mesh) -> dict[str, int]:
     return {**sizes, experts.ranks.name: ranks}
 
 
-def for_timetable(sizes: dict[str, int], plan: Plan) -> dict[str, int]:
+def for_schedule_file(sizes: dict[str, int], plan: Plan) -> dict[str, int]:
     """The sizes of a small mesh on which a schedule file runs: all ranks of the pipeline axis.
 
     Other axes get one rank if all together are too many.
     """
     op = plan.pipeline.op if plan.pipeline else None
-    if op is None or not op.timetable or plan.mesh.size(op.axis) > MOST or sizes[op.axis] == 1:
+    if op is None or not op.rank_passes or plan.mesh.size(op.axis) > MOST or sizes[op.axis] == 1:
         return sizes
     sizes = {**sizes, op.axis: plan.mesh.size(op.axis)}
     alone = {name: n if name == op.axis else 1 for name, n in sizes.items()}

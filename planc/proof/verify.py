@@ -174,8 +174,8 @@ def _add_proxy_model(case: _Case, *, precision: bool) -> Unrepresented | None:
     if isinstance(small, Unrepresented):
         return small
     assert small.compiled.lowered is not None
-    case.small = small
     case.run = trial_part(small.compiled.lowered, precision=precision)
+    case.small = small
     for name in separate_sections(small.compiled.lowered, precision=precision):
         case.separate[name] = trial_part(small.compiled.lowered, section=name)
     case.precision = precision

@@ -116,7 +116,7 @@ class Reasons:
         training: what freezes or unfreezes it.
         sections: by the names of sections that are folders.
         towers: the tower that the module is in, which data ranks without images or sound run too.
-        draws: how ranks draw random numbers in the module and after it.
+        draws: whether random numbers differ by rank in the module and after it.
         unit_bytes: of the unit that contains it: at rest on one rank, and all-gathered.
         missing: by section, why nothing decides it.
         findings: those of the compiler, as `planc.why` returns them.

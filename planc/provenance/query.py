@@ -159,12 +159,12 @@ class _Question:
                 yield self._reason(f"{what}  {op.sizes}".strip(), _after(both, self.at), op)
 
     def _decisions(self, *words: str) -> Iterator[Reason]:
-        """Yields the decisions of operations with these words about the module, by word."""
+        """Yields the reasons of operations with these words (`Op.WORD`) that act on the module."""
         for word in words:
             yield from self._reasons(op for op in self.lowered.ops if word == op.WORD)
 
     def _section_reasons(self) -> Iterator[tuple[str, tuple[Reason, ...]]]:
-        """The reasons of each section that is no field of the answer."""
+        """Yields the reasons of each section that has no field in `Reasons`."""
         known = {field.name for field in fields(Reasons)}
         for name in self.lowered.sections:
             if name not in known:

@@ -110,9 +110,9 @@ def choose(model: nn.Module, config: Any, text: Callable[[InputChoice], Inputs])
     choice, lacks, missing = InputChoice(), [], []
     best, _ = _count_gradients(model, text, choice)
     for what in dict.fromkeys(kind.what for kind in INPUT_KINDS):
-        some = [k for k in INPUT_KINDS if k.what == what and set(k.needs) <= set(names)]
+        kinds = [k for k in INPUT_KINDS if k.what == what and set(k.needs) <= set(names)]
         tried: list[str] = []
-        for kind in some:
+        for kind in kinds:
             candidate = _with_tokens(model, config, kind)
             count, why = _count_gradients(
                 model, text, InputChoice(chosen=(*choice.chosen, candidate))
@@ -131,7 +131,7 @@ def choose(model: nn.Module, config: Any, text: Callable[[InputChoice], Inputs])
                 break
             tried.append(f"{kind.name} ({why or 'nothing more gets a gradient'})")
         else:
-            if some:
+            if kinds:
                 lacks.append(what)
                 missing.append(f"no input was found for its {what}: tried {', '.join(tried)}")
     return InputChoice(chosen=choice.chosen, lacks=tuple(lacks), missing="; ".join(missing))
@@ -215,21 +215,21 @@ def _with_tokens(model: Any, config: Any, kind: InputKind) -> ChosenInput:
     if features is not None:
         inner = getattr(getattr(model, "model", None), name, features)
         wanted = {*inspect.signature(features).parameters, *inspect.signature(inner).parameters}
-        made = make_inputs(kind, tower, config, 2, 0)
-        tokens = _tokens_of_tower(features, {n: v for n, v in made.items() if n in wanted}, model)
+        inputs = make_inputs(kind, tower, config, 2, 0)
+        tokens = _tokens_of_tower(features, {n: v for n, v in inputs.items() if n in wanted}, model)
     return ChosenInput(kind=kind, tokens=tokens, token=int(token))
 
 
-def _tokens_of_tower(features: Any, made: Inputs, model: Any) -> int:
+def _tokens_of_tower(features: Any, inputs: Inputs, model: Any) -> int:
     """The tokens per row that a tower outputs for a batch of two rows; 0 if it cannot run alone."""
     try:
         with torch.no_grad():
-            found = features(**made)
+            output = features(**inputs)
     except Exception as error:
         if of_the_machine(error):
             raise
         return 0
-    return _elements(found) // int(model.get_input_embeddings().weight.shape[-1]) // 2
+    return _elements(output) // int(model.get_input_embeddings().weight.shape[-1]) // 2
 
 
 def _tokens_asked_for(why: str, model: Any) -> int:
@@ -250,14 +250,14 @@ def _tokens_asked_for(why: str, model: Any) -> int:
     return (count // width if count % (width * rows) == 0 else count) // rows
 
 
-def _elements(found: Any) -> int:
-    found = getattr(found, "pooler_output", found)
-    if isinstance(found, torch.Tensor):
-        return int(found.numel())
-    if isinstance(found, list | tuple):
-        if found and isinstance(found[0], list | tuple):
-            return _elements(found[0])
-        return sum(_elements(v) for v in found)
+def _elements(output: Any) -> int:
+    output = getattr(output, "pooler_output", output)
+    if isinstance(output, torch.Tensor):
+        return int(output.numel())
+    if isinstance(output, list | tuple):
+        if output and isinstance(output[0], list | tuple):
+            return _elements(output[0])
+        return sum(_elements(v) for v in output)
     return 0
 
 
@@ -291,35 +291,35 @@ def codebook_inputs(shape: BatchShape, vocabulary: int, codebooks: int) -> Input
     """Audio codes, one id per codebook at every position: `input_ids` [rows * codebooks, length]
     and `labels` [rows, length, codebooks].
     """
-    made = replace(shape, rows=shape.rows * codebooks).text(vocabulary)
-    made["labels"] = made["labels"].view(shape.rows, codebooks, -1).transpose(1, 2).contiguous()
-    return made
+    inputs = replace(shape, rows=shape.rows * codebooks).text(vocabulary)
+    inputs["labels"] = inputs["labels"].view(shape.rows, codebooks, -1).transpose(1, 2).contiguous()
+    return inputs
 
 
 def add_tower_inputs(
     inputs: Inputs, choice: InputChoice, config: Any, names: tuple[str, ...]
 ) -> Inputs:
     """The batch of text, [rows, length], with the towers' inputs that forward has `names` for."""
-    made: Inputs = dict(inputs)
-    tokens = made["input_ids"]
+    batch: Inputs = dict(inputs)
+    tokens = batch["input_ids"]
     for special in _special(config):
         tokens[tokens == special] = 1 if special != 1 else 2
     place, types = 2, torch.zeros_like(tokens)
-    for number, one in enumerate(choice.chosen, 1):
-        tower = tower_of(config, one.kind.what)
-        more = make_inputs(one.kind, tower, config, len(tokens), 4 + number)
-        made |= {n: v for n, v in more.items() if n in names}
-        if one.token is not None:
-            tokens[:, place : place + one.tokens] = one.token
-            types[:, place : place + one.tokens] = 1 if one.kind.what == "images" else 3
-            place += one.tokens
+    for number, chosen in enumerate(choice.chosen, 1):
+        tower = tower_of(config, chosen.kind.what)
+        more = make_inputs(chosen.kind, tower, config, len(tokens), 4 + number)
+        batch |= {n: v for n, v in more.items() if n in names}
+        if chosen.token is not None:
+            tokens[:, place : place + chosen.tokens] = chosen.token
+            types[:, place : place + chosen.tokens] = 1 if chosen.kind.what == "images" else 3
+            place += chosen.tokens
     if choice.chosen:
         for name in ("token_type_ids", "mm_token_type_ids"):
             if name in names:
-                made[name] = types
+                batch[name] = types
         if "qformer_input_ids" in names:
-            made["qformer_input_ids"] = tokens[:, :4].clamp(max=7)
-    return {n: v for n, v in made.items() if n in names or n == "labels"}
+            batch["qformer_input_ids"] = tokens[:, :4].clamp(max=7)
+    return {n: v for n, v in batch.items() if n in names or n == "labels"}
 
 
 _COUNTED = (
@@ -344,41 +344,41 @@ def add_uneven_images(
     row; every second image of a model that takes grids is twice as wide. None for a model that
     takes other inputs than such images.
     """
-    (one, *others) = choice.chosen or (None,)
-    if one is None or others or one.token is None or one.kind.name not in _COUNTED:
+    (chosen, *others) = choice.chosen or (None,)
+    if chosen is None or others or chosen.token is None or chosen.kind.name not in _COUNTED:
         return None
-    made = add_tower_inputs(inputs, InputChoice(), config, names)
-    tokens, tower, found = made["input_ids"], tower_of(config, "images"), list[Inputs]()
+    batch = add_tower_inputs(inputs, InputChoice(), config, names)
+    tokens, tower, images = batch["input_ids"], tower_of(config, "images"), list[Inputs]()
     types = torch.zeros_like(tokens)
     for row in range(len(tokens)):
         at = 2 + row % 3
         for _ in range(shape.images[row % len(shape.images)]):
-            wide = len(found) % 2 if one.kind.name == "grids" else 0
-            image = make_inputs(one.kind, tower, config, 1 + wide, shape.seed + len(found))
+            wide = len(images) % 2 if chosen.kind.name == "grids" else 0
+            image = make_inputs(chosen.kind, tower, config, 1 + wide, shape.seed + len(images))
             if wide:
                 first = image["image_grid_thw"][:1]
                 image["image_grid_thw"] = first * first.new_tensor([1, 1, 2])
-            found.append(image)
-            end = at + one.tokens * (1 + wide)
-            tokens[row, at:end] = one.token
+            images.append(image)
+            end = at + chosen.tokens * (1 + wide)
+            tokens[row, at:end] = chosen.token
             types[row, at:end] = 1
             at = end + _BETWEEN
     for name in ("token_type_ids", "mm_token_type_ids"):
         if name in names:
-            made[name] = types
-    taken = [name for name in found[0] if name in names] if found else []
-    return made | {name: torch.cat([one[name] for one in found]) for name in taken}
+            batch[name] = types
+    taken = [name for name in images[0] if name in names] if images else []
+    return batch | {name: torch.cat([image[name] for image in images]) for name in taken}
 
 
 def tower_inputs(
     choice: InputChoice, config: Any, names: tuple[str, ...], shape: BatchShape
 ) -> Inputs:
     """The inputs of a model that takes images or sound alone, which forward has `names` for."""
-    made: Inputs = {}
-    for number, one in enumerate(choice.chosen, 1):
-        tower = tower_of(config, one.kind.what)
-        made |= make_inputs(one.kind, tower, config, shape.rows, shape.seed + number)
-    return {name: value for name, value in made.items() if name in names}
+    inputs: Inputs = {}
+    for number, chosen in enumerate(choice.chosen, 1):
+        tower = tower_of(config, chosen.kind.what)
+        inputs |= make_inputs(chosen.kind, tower, config, shape.rows, shape.seed + number)
+    return {name: value for name, value in inputs.items() if name in names}
 
 
 def _special(config: Any) -> list[int]:
@@ -388,8 +388,8 @@ def _special(config: Any) -> list[int]:
 
 def rank_slice(inputs: Mapping[str, Any], rank: int, ranks: int) -> Inputs:
     """The slice of a batch that one rank of a data axis reads; outermost dims are divisible."""
-    found: Inputs = {}
+    slices: Inputs = {}
     for name, value in inputs.items():
         rows = len(value) // ranks
-        found[name] = value[rank * rows : (rank + 1) * rows]
-    return found
+        slices[name] = value[rank * rows : (rank + 1) * rows]
+    return slices

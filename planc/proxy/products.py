@@ -93,24 +93,24 @@ def _uses(flow: DataFlow) -> Mapping[str, WeightUse]:
 
 def _use(weight: int, flow: DataFlow) -> WeightUse:
     names, products = set[str](), list[Operation]()
-    for one in _after(weight, flow, _SAME | {"__getitem__"}):
-        names.add(one.name.strip("_"))
-        products += [one] if one.name in _PRODUCTS else []
+    for operation in _after(weight, flow, _SAME | {"__getitem__"}):
+        names.add(operation.name.strip("_"))
+        products += [operation] if operation.name in _PRODUCTS else []
     if not products:
         return WeightUse(elementwise=bool(names) and names <= _ELEMENTWISE)
     given = [tensor for product in products for tensor in product.outputs]
     heads = any(_of_heads(tensor, flow) for tensor in given)
     for tensor in given:
-        made = cut_into(tensor, flow)
-        if len(made) > 1:
-            by = flow.makers[made[0]][0]
-            sizes, order = _parts(tensor, made, by, flow)
+        parts_of_product = cut_into(tensor, flow)
+        if len(parts_of_product) > 1:
+            by = flow.makers[parts_of_product[0]][0]
+            sizes, order = _parts(tensor, parts_of_product, by, flow)
         elif (parts := viewed_parts(tensor, flow)) > 1:
             by, order = flow.users[tensor][0], "ranges"
             sizes = (flow.shapes[tensor][-1] // parts,) * parts
         else:
             continue
-        equal = not made or by.skips or by.name in _EQUAL
+        equal = not parts_of_product or by.skips or by.name in _EQUAL
         line = str(flow.lines[by.line])
         return WeightUse(heads=heads, sizes=sizes, order=order, equal=equal, line=line)
     return WeightUse(heads=heads)

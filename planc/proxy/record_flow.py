@@ -132,14 +132,14 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
         )
 
     def number(self, tensor: torch.Tensor) -> int:
-        found = self.numbers.get(id(tensor))
-        if found is None:
+        number_of_tensor = self.numbers.get(id(tensor))
+        if number_of_tensor is None:
             self.alive.append(tensor)
-            found = self.numbers[id(tensor)] = len(self.numbers)
+            number_of_tensor = self.numbers[id(tensor)] = len(self.numbers)
             if isinstance(tensor, nn.Parameter):
-                self.live.add(found)
-                self.derived.add(found)
-        return found
+                self.live.add(number_of_tensor)
+                self.derived.add(number_of_tensor)
+        return number_of_tensor
 
     def line(self) -> int:
         """The line of the model's code that runs."""
@@ -236,13 +236,13 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
         else:
             self.derived.difference_update(given)
             return
-        for number, made in zip(given, run.outputs, strict=True):
-            if living and (made.is_floating_point() or made.is_complex()):
+        for number, output in zip(given, run.outputs, strict=True):
+            if living and (output.is_floating_point() or output.is_complex()):
                 self.live.add(number)
             else:
                 self.live.discard(number)
         tokens = any(list(t.shape).count(self.tokens) == 1 for t in inputs)
-        one = len(set(taken)) == 1 and run.held and not writes
+        single_input = len(set(taken)) == 1 and run.held and not writes
         self.open[-1].body.append(
             Operation(
                 name=run.name,
@@ -251,7 +251,7 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
                 tokenwise=bool(tokens and run.held and run.tokenwise(self.rows, self.tokens)),
                 in_place=writes,
                 draws=run.draws,
-                moves=self._moves(run, inputs[0]) if one else None,
+                moves=self._moves(run, inputs[0]) if single_input else None,
                 skips=run.name == "__getitem__" and _skips(inputs[0], run.outputs[0]),
                 line=self.line(),
             )
@@ -318,13 +318,13 @@ class _Run(NamedTuple):
                 return whole.narrow(dims[0], start, end - start).clone()
 
             try:
-                found = self.again(part)
+                halves = self.again(part)
             except Exception as error:
                 if not refuses_inputs(error):
                     raise
                 return False
-            for made, (dim,), got in zip(self.outputs, where, found, strict=False):
-                if not _close(made.narrow(dim, start, end - start), got):
+            for output, (dim,), got in zip(self.outputs, where, halves, strict=False):
+                if not _close(output.narrow(dim, start, end - start), got):
                     return False
         return True
 
@@ -338,7 +338,7 @@ class _Run(NamedTuple):
         same = self.draws and source.shape == out.shape
         if same or shaped or source.numel() != out.numel():
             return None if source.dim() == out.dim() else {}
-        found = {}
+        varying_dims = {}
         for dim in range(source.dim()):
             if source.shape[dim] == 1:
                 continue
@@ -355,14 +355,14 @@ class _Run(NamedTuple):
                 continue
             varying = _first_varying(got) if got.shape == out.shape else None
             if varying is not None:
-                found[dim] = varying
-        kept = source.dim() == out.dim() and all(a == b for a, b in found.items())
-        every = all(d in found for d in range(source.dim()) if source.shape[d] > 1)
-        return None if kept and every else found
+                varying_dims[dim] = varying
+        kept = source.dim() == out.dim() and all(a == b for a, b in varying_dims.items())
+        complete = all(d in varying_dims for d in range(source.dim()) if source.shape[d] > 1)
+        return None if kept and complete else varying_dims
 
 
-def _swap(one: torch.Tensor, other: torch.Tensor, value: Any) -> Any:
-    return other if value is one else value
+def _swap(source: torch.Tensor, other: torch.Tensor, value: Any) -> Any:
+    return other if value is source else value
 
 
 def _skips(whole: torch.Tensor, part: torch.Tensor) -> bool:
@@ -380,11 +380,11 @@ def _first_varying(tensor: torch.Tensor) -> int | None:
     return None
 
 
-def _close(one: torch.Tensor, two: torch.Tensor) -> bool:
-    if one.shape != two.shape:
+def _close(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.shape != right.shape:
         return False
-    wide = torch.complex128 if one.is_complex() or two.is_complex() else torch.float64
-    pair = one.to(wide), two.to(wide)
+    wide = torch.complex128 if left.is_complex() or right.is_complex() else torch.float64
+    pair = left.to(wide), right.to(wide)
     return bool(torch.allclose(*pair, rtol=1e-3, atol=1e-5, equal_nan=True))
 
 
@@ -403,20 +403,20 @@ def _compact(flow: DataFlow) -> DataFlow:
     def line(old: int) -> int:
         return lines.setdefault(old, len(lines))
 
-    def operation(one: Operation) -> Operation:
-        inputs, outputs = (tuple(map(new, some)) for some in (one.inputs, one.outputs))
-        return replace(one, inputs=inputs, outputs=outputs, line=line(one.line))
+    def operation(event: Operation) -> Operation:
+        inputs, outputs = (tuple(map(new, tensors)) for tensors in (event.inputs, event.outputs))
+        return replace(event, inputs=inputs, outputs=outputs, line=line(event.line))
 
-    def call(one: FlowCall) -> FlowCall:
+    def call(event: FlowCall) -> FlowCall:
         return replace(
-            one,
-            arguments=tuple((key, new(t)) for key, t in one.arguments),
-            outputs=tuple((place, new(t)) for place, t in one.outputs),
-            nested=tuple(map(new, one.nested)),
-            weights=tuple((key, new(t)) for key, t in one.weights),
-            holding=tuple((key, new(t)) for key, t in one.holding),
-            body=tuple(call(e) if isinstance(e, FlowCall) else operation(e) for e in one.body),
-            line=line(one.line),
+            event,
+            arguments=tuple((key, new(t)) for key, t in event.arguments),
+            outputs=tuple((place, new(t)) for place, t in event.outputs),
+            nested=tuple(map(new, event.nested)),
+            weights=tuple((key, new(t)) for key, t in event.weights),
+            holding=tuple((key, new(t)) for key, t in event.holding),
+            body=tuple(call(e) if isinstance(e, FlowCall) else operation(e) for e in event.body),
+            line=line(event.line),
         )
 
     root = call(flow.root)

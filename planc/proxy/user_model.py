@@ -41,19 +41,19 @@ def copies_of(module: nn.Module) -> Callable[[], nn.Module]:
         )
 
     def make() -> nn.Module:
-        made = copy_module(module, {})
+        copied = copy_module(module, {})
         if torch.get_default_device().type == "meta":  # to be looked at, and not to be run
-            return made
+            return copied
         known: dict[int, Any] = {}
-        for inner in made.modules():
+        for inner in copied.modules():
             for name, parameter in inner._parameters.items():
                 if parameter is not None and parameter.is_meta:
                     if id(parameter) not in known:
                         known[id(parameter)] = _fill(parameter)
                     inner._parameters[name] = known[id(parameter)]
-        made = made.to("cpu")
-        _draw(made)
-        return made
+        copied = copied.to("cpu")
+        _draw(copied)
+        return copied
 
     return make
 
@@ -153,47 +153,47 @@ class UserModelBuilder:
 
     def _build_meta(self, given: Given) -> None:
         with torch.device("meta"):
-            made = self._make()
-        count = sum(p.numel() for p in made.parameters())
+            model = self._make()
+        count = sum(p.numel() for p in model.parameters())
         if count > UNSHRUNK:
-            raise ValueError(f"it has {count:,} parameters: give a small model of the same code")
-        self._given = given_inputs(*given, made)
-        names = list(inspect.signature(made.forward).parameters)
+            raise ValueError(f"it has {count:,} parameters: give a smaller model of the same code")
+        self._given = given_inputs(*given, model)
+        names = list(inspect.signature(model.forward).parameters)
         if not names:
             raise ValueError("its forward takes no argument")
-        self._given = self._given or seen_inputs(made, names[0])
+        self._given = self._given or seen_inputs(model, names[0])
         self._ids = names[0]
         self._target = next((n for n in TARGETS if n in names[1:]), None)
-        tables = [m.num_embeddings for m in made.modules() if isinstance(m, nn.Embedding)]
+        tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
         self.vocabulary = int(max(tables, default=64))
 
     def build(self, seed: int) -> nn.Module:
         """The model on the CPU in float32, in training mode, without dropout unless it is kept."""
         seed_cpu(seed)
-        made = self._make()
-        spread_weights(made, seed + 1)
-        return self._prepare(made).float().train()
+        model = self._make()
+        spread_weights(model, seed + 1)
+        return self._prepare(model).float().train()
 
     def build_on_meta(self) -> nn.Module:
         """The model without memory, otherwise as `build` gives it."""
         with torch.device("meta"):
-            made = self._make()
-        return self._prepare(made.to("meta")).train()
+            model = self._make()
+        return self._prepare(model.to("meta")).train()
 
-    def _prepare(self, made: nn.Module) -> nn.Module:
+    def _prepare(self, model: nn.Module) -> nn.Module:
         """The model with its inputs and its loss under planc's names, in place, without dropout."""
-        for module in () if self._dropout else made.modules():
+        for module in () if self._dropout else model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
             elif isinstance(getattr(module, "dropout", None), float):
                 module.dropout = 0.0
         if self._given is None:
-            made.register_forward_pre_hook(self._rename_inputs, with_kwargs=True)
-            made.register_forward_hook(self._wrap_output)
+            model.register_forward_pre_hook(self._rename_inputs, with_kwargs=True)
+            model.register_forward_hook(self._wrap_output)
         else:
-            made.register_forward_pre_hook(self._add_inputs, with_kwargs=True)
-            made.register_forward_hook(self._add_loss, with_kwargs=True)
-        return made
+            model.register_forward_pre_hook(self._add_inputs, with_kwargs=True)
+            model.register_forward_hook(self._add_loss, with_kwargs=True)
+        return model
 
     choice = InputChoice()
     """No kinds of input are tried on a user's own model."""
@@ -207,8 +207,8 @@ class UserModelBuilder:
         self, _module: Any, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         assert self._given is not None
-        found = next((v for v in kwargs.values() if isinstance(v, torch.Tensor)), None)
-        place = found.device if found is not None else "cpu"
+        tensor = next((v for v in kwargs.values() if isinstance(v, torch.Tensor)), None)
+        place = tensor.device if tensor is not None else "cpu"
         others = self._given.constant_inputs.items()
         fixed = {n: v.to(place) if isinstance(v, torch.Tensor) else v for n, v in others}
         return args, {**fixed, **{n: v for n, v in kwargs.items() if n != "use_cache"}}
@@ -246,12 +246,12 @@ class UserModelBuilder:
 
 
 def _logits(output: Any) -> Any:
-    found = getattr(output, "logits", None)
-    if found is None:
+    logits = getattr(output, "logits", None)
+    if logits is None:
         values = output.values() if isinstance(output, dict) else output
         floats = (v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point())
-        found = next((v for v in floats if v.dim() >= 2), None)
-    return found
+        logits = next((v for v in floats if v.dim() >= 2), None)
+    return logits
 
 
 def _loss(logits: Any, labels: Any) -> Any:

@@ -44,7 +44,14 @@ def function_of(call: calls.FunctionCall) -> Callable[..., Any]:
 
 
 class Values:
-    """Evaluates values, shared ones once (`known`): `mesh`, `model` modules by name, submeshes."""
+    """Evaluates the arguments of calls, which operations hold as data.
+
+    Args:
+        variables: the values of `model` and `mesh`.
+        modules: the modules of the model by name.
+        mesh: returns the submesh of some axes.
+        known: values that several calls share; each is evaluated once.
+    """
 
     def __init__(
         self,

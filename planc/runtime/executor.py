@@ -125,8 +125,10 @@ def apply_lowered(
 def _replaced_parameters(
     before: Iterable[weakref.ref[nn.Parameter]], model: nn.Module
 ) -> tuple[weakref.ref[nn.Parameter], ...]:
-    """The parameters that are no longer the model's; only those: `run.load` swaps tensors, which
-    torch refuses where a weak reference is.
+    """Weak references to the parameters that the plan replaced.
+
+    Parameters that the model still has are left out: `run.load` swaps their tensors, which torch
+    refuses if there is a weak reference.
     """
     kept = {id(parameter) for parameter in model.parameters()}
     return tuple(r for r in before if (p := r()) is not None and id(p) not in kept)
@@ -314,7 +316,7 @@ class Worker:
         setattr(attrgetter(path)(owner) if path else owner, name, value)
 
     def _inner(self, name: str) -> nn.Module:
-        """The module without its checkpoint wrapper: the one that holds the children."""
+        """The module inside its checkpoint wrapper, which holds the children."""
         module = self.modules[name]
         wrapped = isinstance(module, CheckpointWrapper)
         return module._checkpoint_wrapped_module if wrapped else module
@@ -325,17 +327,17 @@ def _no_mesh(mesh: MeshOf) -> DeviceMesh:
 
 
 def apply_for_reference(model: nn.Module, lowered: Lowered) -> nn.Module:
-    """The model of the reference run in one process, with the plan's operations that it has too."""
+    """Applies the operations that the reference run has too, and returns the model."""
     return _run_alone(model, lowered, (op for op in lowered.ops if op.ALONE))
 
 
 def add_adapters(model: nn.Module, lowered: Lowered) -> nn.Module:
-    """The model with a plan's adapters, and nothing else of the plan."""
+    """Applies only the adapters of a plan, and returns the model."""
     return _run_alone(model, lowered, lowered.adapters)
 
 
 def _run_alone(model: nn.Module, lowered: Lowered, ops: Iterable[Op]) -> nn.Module:
-    """The model with some operations of a plan, in one process."""
+    """Applies some operations of a plan in one process, and returns the model."""
     worker = Worker(model, dict(model.named_modules()), None, lowered)
     for op in ops:
         worker.run(op)

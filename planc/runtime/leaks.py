@@ -1,6 +1,6 @@
 """Finds tokens of a proxy model that see tokens that they must not: packed documents, and padding.
 
-Attention tells the documents of a row apart where positions begin again and there is no mask, and
+Attention isolates the documents of a row if positions restart at 0 and there is no mask, and
 leaves out what a mask pads. Recurrent states and convolutions do neither, unless their code does so
 or the plan resets them. A comparison with one process cannot show it, because that leaks too. The
 proxy model runs twice, with other tokens in the first document, or in the padding, and no other

@@ -18,7 +18,7 @@ from torch import distributed, nn
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 
-from planc.lowering.rank_calls import Groups, RankCall, calls, kind_text, place_of
+from planc.lowering.rank_calls import Groups, RankCall, calls, kind_text, pipeline_rank_of
 from planc.ops.base import Op
 from planc.ops.lowered import Lowered
 from planc.runtime.collectives import Collectives, named_modules
@@ -103,7 +103,7 @@ class LineRanges(Collectives):
         self.lowered, self.rank, self.groups = lowered, rank, Groups(lowered)
         self.compiled = bool(lowered.compilations)
         self.lines: dict[str, list[str]] = defaultdict(list)
-        for op in lowered.stages[place_of(lowered, rank)].ops:
+        for op in lowered.stages[pipeline_rank_of(lowered, rank)].ops:
             for name in (name for some in op.traced_modules for name in some.names()):
                 self.lines[name].append(f"{_place(op)} {name or 'the model'} {op.short_name}")
 

@@ -1,4 +1,4 @@
-"""FSDP units, and shards of backends, whose offsets only these know."""
+"""Resharding, and DTensors whose shards a backend lays out."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,18 +13,21 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from planc.runtime.standalone.shards import CHUNK_LIST, fsdp_units, groups_of, reshard_units
 
 SHARDED_BY: WeakKeyDictionary[nn.Module, ModuleType] = WeakKeyDictionary()
-"""The runtime of the backend that shards a model, where that is not torch's FSDP."""
+"""The runtime module of the backend that shards a model, if it is not torch's FSDP."""
 
 
 def reshard(model: nn.Module) -> None:
-    """Reshards all units: a unit that stays unsharded after forward has no shards in place."""
+    """Reshards all units, so that the parameters of the model are their shards.
+
+    Units that stay unsharded after forward have unsharded parameters otherwise.
+    """
     reshard_units(model)
     if backend := SHARDED_BY.get(model):
         backend.reshard(model)
 
 
 def sharded_like(part: Tensor, like: DTensor) -> DTensor:
-    """A tensor of the layout of another one, whose shard on this rank is `part`."""
+    """A DTensor with the layout of `like` whose local shard is `part`."""
     return DTensor.from_local(
         part.detach(),
         like.device_mesh,
@@ -36,7 +39,7 @@ def sharded_like(part: Tensor, like: DTensor) -> DTensor:
 
 
 def with_chunk_of(tensor: Tensor, other: Tensor) -> Tensor:
-    """The same tensor, with the chunk that a backend recorded on another of its layout."""
+    """Copies the chunk metadata that a backend recorded on `other` to a tensor of equal layout."""
     known = getattr(getattr(other, "_local_tensor", None), CHUNK_LIST, None)
     if known is not None and isinstance(tensor, DTensor) and tensor.shape == other.shape:
         setattr(tensor._local_tensor, CHUNK_LIST, known)
@@ -44,16 +47,16 @@ def with_chunk_of(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def average_whole(model: nn.Module, experts: str) -> None:
-    """Averages gradients of `weight.full_tensor()`, as those that go through a unit.
+    """Averages gradients of `weight.full_tensor()` over data-parallel ranks, as FSDP units do.
 
-    A loss may read a weight itself, such as the head's for a fused cross entropy. The gradient then
-    reaches the shard without its unit; torch would take the part of the gradient of this rank's own
-    rows for that of all rows.
+    A loss may read a weight itself, such as the head's weight in a fused cross entropy. The
+    gradient then reaches the shard without the hooks of its unit, and torch would treat the
+    gradient of this rank's rows as that of all rows.
 
     Args:
-        model: with a plan applied.
-        experts: the mesh dim along which whole experts are divided, or an empty name. It has rows
-            of its own, as data ranks; along other dims outside of the unit ranks have equal rows.
+        model: a model with a plan applied.
+        experts: the mesh dim of expert parallelism, or an empty name. Its ranks read different
+            rows. Along other dims outside of the unit, ranks read the same rows.
     """
     for group in (group for unit in fsdp_units(model) for group in groups_of(unit)):
         mesh = group.mesh_info.mesh
@@ -70,7 +73,7 @@ def average_whole(model: nn.Module, experts: str) -> None:
 def _again(
     each: Any, averaging: Callable[..., Tensor], reset: Callable[[], None] | None = None
 ) -> None:
-    """Gives the shard of a unit's parameter its `full_tensor`, once it is set anew."""
+    """Sets `full_tensor` on the sharded parameter of a unit, after `reset` has created it anew."""
     if reset:
         reset()
     each.sharded_param.full_tensor = MethodType(averaging, each.sharded_param)

@@ -86,11 +86,11 @@ class RunParts(Protocol):
 
 
 class TrainingStep:
-    """The steps of one run.
+    """Runs the training steps of one run.
 
-    The first passes show how the model's loss counts: whether it divides by a given number of
-    tokens (`counts`), else which labels it is the mean of (`rule`). The data ranks share what they
-    have seen; until then they assume what the model's class states.
+    The first passes show how the model's loss is normalized: whether it divides by a given number
+    of tokens (`counts`), or else over which labels it is a mean (`rule`). The data-parallel ranks
+    share what they observe. Until then they use what the model's class states.
     """
 
     def __init__(self) -> None:
@@ -110,10 +110,10 @@ class TrainingStep:
         """Runs the gradient accumulation steps; returns the mean loss of all ranks as a scalar.
 
         Args:
-            batches: of this rank, of one step.
+            batches: the batches of this rank in one step.
             trains: whether gradients are computed and accumulated.
-            passes: of every rank; None for as many as there are batches. What a rank lacks, it
-                makes up for with its last batch, with weight 0.
+            passes: the number of passes of every rank; None for the number of batches. A rank with
+                fewer batches repeats its last one, with weight 0.
         """
         if (observed := end_observation()) is not None:
             observed.require(WEIGHTS)
@@ -149,22 +149,23 @@ class TrainingStep:
         return total
 
     def begin(self, run: RunParts, batches: Sequence[Batch]) -> None:
-        """Counts the labels of a step whose passes another loop runs, without giving the model
-        their number; every rank calls it.
+        """Counts the labels of a step whose passes another loop runs. Every rank calls it.
+
+        The model does not receive the number of labels.
         """
         self.seen_counts = False
         self.items = _items(run, batches, self._rule(run.model))
 
     def observe(self, run: RunParts) -> AbstractContextManager[None]:
-        """Notes the labels that the loss of a pass inside is the mean of."""
+        """Returns a context that observes which labels the loss of a forward pass is a mean of."""
         return _observe_loss(run.model, self, compiled=bool(run.lowered.compilations))
 
     def weigh(self, run: RunParts, loss: Tensor, batch: Batch, batches: Sequence[Batch]) -> Tensor:
-        """The part of the step's loss that an observed pass has, of those that `begin` counted."""
+        """Scales the loss of an observed pass to its share of the step that `begin` counted."""
         return self._part(run, loss, batch, batches)
 
     def _require_range(self, run: RunParts) -> None:
-        """Refuses gradients in float16: below 6e-8 they are zero, and no loss is scaled here.
+        """Refuses gradients in float16, which are zero below 6e-8: planc does not scale losses.
 
         Raises:
             PlanError: PL570.
@@ -257,8 +258,10 @@ class TrainingStep:
         return self.rule or rule_of(model)
 
     def _settle(self, run: RunParts, batch: Batch, batches: Sequence[Batch]) -> None:
-        """The data ranks share what a pass has shown of the loss; where it shows nothing to any of
-        them, the next one may. What was counted by another rule is counted again.
+        """Shares among data-parallel ranks how the model's loss counted labels in this pass.
+
+        If no rank could see it, the next pass may show it. If the rule has changed, the labels of
+        the step are counted again.
         """
         whole = run.lowered.sequence_parts == 1
         shown, ignored = self.labels.shown(batch if whole else {})
@@ -334,8 +337,9 @@ def _full_loss(loss: Tensor) -> Tensor:
 
 
 def _require_as_many(batches: Sequence[Batch], passes: int | None, device_type: str) -> None:
-    """Checks that a step has as many passes on every rank, and rows in each, for the passes of all
-    ranks meet in collectives: a rank that ends earlier leaves the others waiting forever.
+    """Checks that every rank has the same number of passes in a step, and rows in each.
+
+    Every pass has collectives, so a rank with fewer passes would leave the others waiting forever.
 
     Raises:
         PlanError: PL469, on every rank.

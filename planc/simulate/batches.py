@@ -1,4 +1,4 @@
-"""The batches of a trial: built so that what small batches usually hide shows.
+"""The batches of a simulation, which show errors that small batches usually hide.
 
 The first step has two passes, accumulated: one with padding on the left of a row, rows that repeat
 one token (so that some experts get none), and labels that are ignored unevenly over the data
@@ -191,8 +191,8 @@ def _pad(model: nn.Module, inputs: Inputs, ranks: int, *, uneven: bool) -> Trial
 
 
 def _pack(model: nn.Module, inputs: Inputs, part: int) -> TrialPass:
-    """Two documents in each row, of a multiple of `part` tokens, with the row's images in either:
-    positions begin again.
+    """Packs two documents into each row, of a multiple of `part` tokens, with the row's images in
+    either. Positions restart at 0.
     """
     alone = set(inputs) <= {"input_ids", "labels"}
     if not _text(inputs) or not (alone or placeholders(getattr(model, "config", None))):

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from planc.files.resources import cache_folder
-from planc.ir.masters import masters
 from planc.ir.nodes import Plan
+from planc.ir.optimizer_dtype import assume_fp32_steps
 from planc.ir.stand_in import kinds_of
 from planc.lowering import lower
 from planc.model import cache
@@ -48,7 +48,7 @@ def count_calls(
         UncountedError: a rank alone, without values, cannot run them.
     """
     _require_countable(plan, facts)
-    plan = masters(plan, facts) or plan
+    plan = assume_fp32_steps(plan, facts) or plan
     every = tuple(modules)
     rules = tuple(Checkpoint(modules=at) for at in every)
     bare = replace(plan.with_checkpoint_rules(rules), pipeline=None, optimizer=())

@@ -53,7 +53,7 @@ class Runs:
 
     def views(self) -> Iterator[View]:
         """Yields what the ranks of equal rows computed in a pass, beside the right one."""
-        names = [one.name for one in self.batches.steps[0]]
+        names = [batch.name for batch in self.batches.steps[0]]
         for number, name in enumerate(names):
             for right in self.reference.passes:
                 ranks = [r for r in self.results if r.data_rank == right.data_rank]
@@ -88,8 +88,8 @@ class View:
     @property
     def finished_modules(self) -> list[str]:
         """The modules that have ended on every rank, in order."""
-        every = [set(trace.finished) for trace in self.mine]
-        return [n for n in self.mine[0].finished if all(n in some for some in every)]
+        finished = [set(trace.finished) for trace in self.mine]
+        return [n for n in self.mine[0].finished if all(n in names for names in finished)]
 
     def outputs(self, name: str) -> tuple[list[Seen], torch.Tensor] | None:
         """The ranks' outputs of a module and the right one; None if one of them is missing."""
@@ -105,24 +105,24 @@ def compare_runs(runs: Runs) -> Outcome:
     errors = [compare(result, runs.reference) for result in runs.results]
     logits, loss = max(e.logits for e in errors), max(e.loss for e in errors)
     gradients = list(_gradients(runs, errors))
-    unknown = next((one for one in runs.reference.different_draws if one.wrong is None), None)
+    unknown = next((draw for draw in runs.reference.different_draws if draw.wrong is None), None)
     if unknown is not None:
         reason = f"{unknown.problem}{unknown.line and f' ({unknown.line})'}"
         return Outcome(verdict="unknown", reason=reason)
-    found = [*_sizes(runs), *_draws(runs)]
+    discrepancies = [*_sizes(runs), *_draws(runs)]
     limit = runs.limit
     if max(logits, loss) > limit:
         whole = Discrepancy(kind="output", subject=_head(runs), error=max(logits, loss))
         wrong = first_wrong_output(runs, limit) or whole
         alone = not wrong.subject and not wrong.detail and _loss_alone(runs, limit)
-        found.append(replace(wrong, detail=LOSS_ALONE) if alone else wrong)
-    found += [p for p in gradients if p.error > limit or p.kind == "missing"]
+        discrepancies.append(replace(wrong, detail=LOSS_ALONE) if alone else wrong)
+    discrepancies += [p for p in gradients if p.error > limit or p.kind == "missing"]
     norm = max(e.norm for e in errors)
-    if not found:
-        found += _later(errors, norm, limit)
+    if not discrepancies:
+        discrepancies += _later(errors, norm, limit)
     return Outcome(
-        verdict="refuted" if found else "proved",
-        discrepancies=(*found, *_means(runs), *_unstated_layouts(runs)),
+        verdict="refuted" if discrepancies else "proved",
+        discrepancies=(*discrepancies, *_means(runs), *_unstated_layouts(runs)),
         logits=logits,
         loss=loss,
         gradient=max((p.error for p in gradients), default=0.0),
@@ -153,14 +153,14 @@ def _head(runs: Runs) -> str:
 
 
 def _draws(runs: Runs) -> Iterator[Discrepancy]:
-    """Random numbers that the ranks drew otherwise than the plain model, each place once."""
-    for one in dict.fromkeys(runs.reference.different_draws):
+    """Yields random numbers that differ from those of the plain model, each place once."""
+    for draw in dict.fromkeys(runs.reference.different_draws):
         yield Discrepancy(
             kind="draws",
-            subject=one.module,
-            error=float(one.wrong or 0),
-            detail=one.problem,
-            line=one.line,
+            subject=draw.module,
+            error=float(draw.wrong or 0),
+            detail=draw.problem,
+            line=draw.line,
         )
 
 
@@ -222,16 +222,22 @@ def uneven_use(reference: Reference) -> Outcome:
     """The outcome of parameters that some data ranks use and others do not: torch reduces what each
     rank has in one buffer, so that nothing can be compared.
     """
-    found = [Discrepancy(kind="uneven", subject=u.name, detail=u.where) for u in reference.uneven]
+    discrepancies = [
+        Discrepancy(kind="uneven", subject=u.name, detail=u.where) for u in reference.uneven
+    ]
     traces = (trace for result in reference.passes for trace in result.traces)
     errors: dict[str, float | None] = dict.fromkeys(n for trace in traces for n in trace.calls)
     errors |= {u.name.rpartition(".")[0]: 1.0 for u in reference.uneven}
-    return Outcome(verdict="refuted", discrepancies=tuple(found), modules=tuple(errors.items()))
+    return Outcome(
+        verdict="refuted", discrepancies=tuple(discrepancies), modules=tuple(errors.items())
+    )
 
 
 def first_wrong_output(runs: Runs, limit: float = LIMIT) -> Discrepancy | None:
     """The first module to end whose output is off by more than a limit."""
-    return next((found for view in runs.views() if (found := _wrong_in(view, limit))), None)
+    return next(
+        (discrepancy for view in runs.views() if (discrepancy := _wrong_in(view, limit))), None
+    )
 
 
 def _wrong_in(view: View, limit: float) -> Discrepancy | None:
@@ -275,8 +281,10 @@ def _modules(runs: Runs, gradients: list[Discrepancy]) -> tuple[tuple[str, float
     """The error of each module that the plain model ran: its output and its own gradients."""
     calls = runs.reference.passes[0].traces[0].calls
     # in a pipeline the loss and the gradients are compared, and they depend on every output
-    found: dict[str, float | None] = dict.fromkeys(calls, 0.0 if runs.lowered.pipeline else None)
-    found |= {
+    errors_by_module: dict[str, float | None] = dict.fromkeys(
+        calls, 0.0 if runs.lowered.pipeline else None
+    )
+    errors_by_module |= {
         n: 0.0 for n in calls if any(op.runs(n) for op in runs.image_operations)
     }  # by the features
     lost: set[str] = set()
@@ -288,14 +296,14 @@ def _modules(runs: Runs, gradients: list[Discrepancy]) -> tuple[tuple[str, float
                 continue
             error = (_error(*both) or 0.0) if both else 0.0
             if error > LIMIT and both and not both[0][0].placements:
-                # a shard or summand can have the same shape
+                # a shard or a partial value can have the same shape
                 error = 0.0 if observed_layouts.observed_layouts(*both, LIMIT) else error
-            found[name] = max(found.get(name) or 0.0, error)
-    found |= dict.fromkeys(lost)
+            errors_by_module[name] = max(errors_by_module.get(name) or 0.0, error)
+    errors_by_module |= dict.fromkeys(lost)
     for part in gradients:
         holder = part.subject.rpartition(".")[0]
-        found[holder] = max(found.get(holder) or 0.0, part.error)
-    return tuple(found.items())
+        errors_by_module[holder] = max(errors_by_module.get(holder) or 0.0, part.error)
+    return tuple(errors_by_module.items())
 
 
 def _sizes(runs: Runs) -> Iterator[Discrepancy]:
@@ -323,9 +331,9 @@ def _unstated_layouts(runs: Runs) -> Iterator[Discrepancy]:
         mine = [call.inputs[which] for call in calls if call and which in call.inputs]
         if wanted is None or len(mine) < len(view.mine):
             continue
-        found = observed_layouts.observed_layouts(mine, wanted.tensor, LIMIT)
-        if found and not observed_layouts.agrees(layout, found, wanted.tensor.dim()):
-            both = (str(layout), str(found[0]))
+        observed = observed_layouts.observed_layouts(mine, wanted.tensor, LIMIT)
+        if observed and not observed_layouts.agrees(layout, observed, wanted.tensor.dim()):
+            both = (str(layout), str(observed[0]))
             line = next((call.line for call in calls if call), "")
             yield Discrepancy(kind="boundary", subject=name, layouts=both, line=line)
     for seen in runs.implicit:
@@ -376,8 +384,8 @@ def failed_run(failure: RankFailure, runs: Runs) -> Outcome:
         line=raising_line(error),
         before=_leaf(runs),
     )
-    found = (crash, *([part] if part else []), *_sizes(runs), *_unstated_layouts(runs))
-    return Outcome(verdict="refuted", discrepancies=found, modules=_modules(runs, []))
+    discrepancies = (crash, *([part] if part else []), *_sizes(runs), *_unstated_layouts(runs))
+    return Outcome(verdict="refuted", discrepancies=discrepancies, modules=_modules(runs, []))
 
 
 def _leaf(runs: Runs) -> str:

@@ -55,9 +55,9 @@ class FakeFloats(FakeTensorMode):  # type: ignore[misc]
                 args = (args[0], _places(args[1]), *args[2:])
             return super().dispatch(func, types, args, given)
         if not tensors:
-            made = super().dispatch(func, types, args, given)
-            if not isinstance(made, FakeTensor) or made.is_floating_point():
-                return made
+            result = super().dispatch(func, types, args, given)
+            if not isinstance(result, FakeTensor) or result.is_floating_point():
+                return result
         return func(*args, **given)
 
 
@@ -70,14 +70,14 @@ _INDEXING = (
 
 def _places(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Indices of a tensor, with the places of those masks that have values."""
-    made: list[Tensor | None] = []
+    places: list[Tensor | None] = []
     for index in indices:
         mask = index is not None and index.dtype == torch.bool
         if index is None or not mask or isinstance(index, FakeTensor):
-            made.append(index)
+            places.append(index)
         else:
-            made += index.nonzero().unbind(1)
-    return made
+            places += index.nonzero().unbind(1)
+    return places
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def isolate_rank(run: Run, form: Sequence[Any] | None, *, values: bool = False) 
     )
     context = run.model.__dict__.get(CONTEXT)
     seen = partial(_causal, halves=getattr(context, "balance", "none") != "none")
-    own = (
+    without_values = (
         (training_step, "_require_as_many", _as_many),
         (RingMask, "tile_visibility", property(seen)),
         (of_context, "batch_documents", lambda *_, **__: None),  # no row has a second one
@@ -107,8 +107,8 @@ def isolate_rank(run: Run, form: Sequence[Any] | None, *, values: bool = False) 
         (pipeline_step, "rows_of_images", _equal_images),
     )
     with ExitStack() as stack:
-        for place, name, made in others if values else (*others, *own):
-            stack.enter_context(mock.patch.object(place, name, made))
+        for place, name, substitute in others if values else (*others, *without_values):
+            stack.enter_context(mock.patch.object(place, name, substitute))
         if not values:
             run.steps.counts = run.steps.settled = True
             stack.enter_context(one_sequence_a_row())
@@ -124,19 +124,19 @@ def sent_by(run: Run) -> list[Any]:
     """The arguments of the `Message` that this rank's stages have sent; none without stages."""
     stages = stages_of(run.model)
     sent = (part.section.sent for part in stages.runner.parts) if stages else ()
-    return next(([one.forms, one.values] for one in sent if one), [])
+    return next(([message.forms, message.values] for message in sent if message), [])
 
 
 def _part(plain: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     """A rank's part of a batch, whose values decide which tokens it has."""
     with unset_fake_temporarily():
-        made = plain({n: _with_values(v) for n, v in batch.items()})
+        local_batch = plain({n: _with_values(v) for n, v in batch.items()})
     known = {name for name, value in batch.items() if not isinstance(value, FakeTensor)}
     return {
         name: torch.empty(value.shape, dtype=value.dtype)
         if isinstance(value, Tensor) and name not in known
         else value
-        for name, value in made.items()
+        for name, value in local_batch.items()
     }
 
 
@@ -159,16 +159,16 @@ class _OneDocument:
         return False
 
 
-def _equal_shares(own: LocalExperts, flats: list[Tensor]) -> list[Share]:
+def _equal_shares(experts: LocalExperts, flats: list[Tensor]) -> list[Share]:
     """`shares` where every rank sends as many tokens to every other."""
-    ranks, every = own.group.size(), list[Share]()
-    sizes = torch.empty(ranks * own.count, len(flats), dtype=torch.long, device=flats[0].device)
-    distributed.all_to_all_single(torch.empty_like(sizes), sizes, group=own.group)
+    ranks, shares_by_chunk = experts.group.size(), list[Share]()
+    sizes = torch.empty(ranks * experts.count, len(flats), dtype=torch.long, device=flats[0].device)
+    distributed.all_to_all_single(torch.empty_like(sizes), sizes, group=experts.group)
     for flat in flats:
         each = [(len(flat) + rank) // ranks for rank in range(ranks)]
         tokens = torch.arange(len(flat), device=flat.device)
-        every.append((each, each, tokens * own.count // max(1, len(flat))))
-    return every
+        shares_by_chunk.append((each, each, tokens * experts.count // max(1, len(flat))))
+    return shares_by_chunk
 
 
 def _causal(mask: RingMask, halves: bool) -> dict[tuple[int, int, int], list[bool]]:
@@ -188,13 +188,17 @@ def _causal(mask: RingMask, halves: bool) -> dict[tuple[int, int, int], list[boo
         back, within = divmod(cut, cuts // 2)
         return (2 * ranks - 1 - rank if back else rank) * (cuts // 2) + within
 
-    found = {}
+    visibility = {}
     for owner, (at, queries), (to, keys) in itertools.product(
         range(ranks), enumerate(mask.cuts), enumerate(mask.cuts)
     ):
-        one, other = place(mask.ring.rank, at), place(owner, to)
-        found[owner, queries.start, keys.start] = [other <= one, other < one, other == one]
-    return found
+        query_tile, key_tile = place(mask.ring.rank, at), place(owner, to)
+        visibility[owner, queries.start, keys.start] = [
+            key_tile <= query_tile,
+            key_tile < query_tile,
+            key_tile == query_tile,
+        ]
+    return visibility
 
 
 def _as_many(_: Any, __: Any, device_type: str) -> None:
@@ -217,18 +221,18 @@ _PARTS = Message.parts
 
 def _receive_parts(message: Message, packed: Tensor) -> list[Tensor]:
     """Random tensors instead of another stage's: garbage may be NaN, which breaks routers."""
-    found = _PARTS(message, packed)
-    return [part.normal_() if part.is_floating_point() else part for part in found]
+    tensors = _PARTS(message, packed)
+    return [part.normal_() if part.is_floating_point() else part for part in tensors]
 
 
-def _as_own(own: DividedImages, columns: list[Column], *_: Any) -> list[list[Sizes]]:
+def _as_own(images: DividedImages, columns: list[Column], *_: Any) -> list[list[Sizes]]:
     """The image sizes of all ranks, if each has the same images as this one."""
     sizes = [column.sizes for column in columns]
     most = max(map(len, sizes))
     mine = torch.zeros(len(columns), most, dtype=torch.int64)
-    every = mine.new_empty((own.ranks, *mine.shape))
-    all_gather(every.flatten(0, 1), mine, group=own.way.group)
-    return [[each] * own.ranks for each in sizes]
+    gathered = mine.new_empty((images.ranks, *mine.shape))
+    all_gather(gathered.flatten(0, 1), mine, group=images.way.group)
+    return [[each] * images.ranks for each in sizes]
 
 
 def _equal_images(batch: Mapping[str, Any], count: int, _: Any) -> list[dict[str, Any]]:
@@ -267,5 +271,5 @@ def with_memory(model: nn.Module, device: str) -> None:
                 places.setdefault(id(parameter), []).append((module._parameters, name))
     model.to_empty(device=device)
     for (first, name), *others in places.values():
-        for own, other in others:
-            own[other] = first[name]
+        for parameters, other in others:
+            parameters[other] = first[name]

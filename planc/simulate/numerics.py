@@ -31,18 +31,20 @@ def device_for(ranks: int) -> str:
 
 
 def trial_dtype(lowered: Lowered) -> torch.dtype:
-    """The dtype of a simulation: float64 if all operations with a requirement require it."""
+    """The dtype of a simulation: float64 if every operation that requires a dtype requires
+    float64, else float32.
+    """
     dtypes = {op.simulation_dtype for op in lowered.ops} - {None}
     return torch.float64 if dtypes == {"float64"} else torch.float32
 
 
 def for_trial(model: nn.Module, lowered: Lowered) -> nn.Module:
-    """The model as a trial runs it, by `trial_dtype`."""
+    """Returns the model in the dtype of the simulation (`trial_dtype`)."""
     return model if trial_dtype(lowered) == torch.float32 else in_float64(model)
 
 
 def in_float64(model: nn.Module) -> nn.Module:
-    """The model, computing in float64."""
+    """Converts a model to float64, in place, with experts computed by plain matmuls."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_experts_implementation"):
@@ -51,7 +53,7 @@ def in_float64(model: nn.Module) -> nn.Module:
 
 
 class InFloat64:
-    """Builds models, and their batches, as another builder does, in float64."""
+    """A model builder that converts another builder's models and batches to float64."""
 
     def __init__(self, builder: ModelBuilder) -> None:
         self.builder = builder
@@ -86,7 +88,7 @@ def full_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """`full_copy` of the gradients, by the names of parameters."""
+    """Copies of the full gradients by the names of parameters; collective for DTensors."""
     named = ((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
     return {name: full_copy(gradient) for name, gradient in named}
 

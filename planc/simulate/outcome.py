@@ -22,9 +22,9 @@ class Discrepancy:
             length), `mean` (a loss that is another one over the rows of each data rank), `rows` (a
             module whose output for a row depends on the others), `uneven` (a parameter that only
             some data ranks use),
-            `context` (any of these, where the ranks have parts of sequences, and right without),
+            `context` (any of these, if the ranks have sequence shards, and right without),
             `lengths` (any of these, where ranks have unlike numbers of tokens, else right),
-            `draws` (random numbers that the ranks draw otherwise than the plain model; the error is
+            `draws` (random numbers of the ranks unlike those of the plain model; the error is
             0 if only their distribution is another one), `boundary` (the layout that arrives is
             not the stated one), or `unstated` (a redistribution that no rule states).
         subject: the torch name of a module or parameter, empty if not known.

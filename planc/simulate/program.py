@@ -1,4 +1,4 @@
-"""The trial program: what one rank trains, and the single process that it is compared with.
+"""The program of a simulation: the steps of one rank, and of the reference run in one process.
 
 `planc check` runs it with threads as ranks, `planc verify` with processes. A rank applies the plan,
 then trains two steps: the first of two accumulated passes, with gradients, their norm and
@@ -45,9 +45,9 @@ much as a real one, so the steps would compare noise."""
 DECAY = 1e-2
 MAX_NORM = 1.0
 SEED = 1000
-"""The seed of what rank 0 draws in training; the next ranks have the next numbers."""
+"""The seed of rank 0 in training; rank `r` has `SEED + r`."""
 
-DRAWS_PARTS = "it draws random numbers, and ranks with parts of a sequence draw others"
+DRAWS_PARTS = "it uses random numbers, which differ between ranks with sequence shards"
 
 Tensors = dict[str, torch.Tensor]
 
@@ -89,7 +89,7 @@ class RankResult:
         """Its parts of the logits of a single process."""
         if not (self.parts and logits):
             return logits
-        return [part.local_part(some) for part, some in zip(self.parts, logits, strict=True)]
+        return [part.local_part(rows) for part, rows in zip(self.parts, logits, strict=True)]
 
     def of_trace(self, number: int, trace: Trace) -> Trace:
         """Its part of what a pass of a single process showed."""
@@ -117,8 +117,8 @@ class Reference:
         recomputed: a module that the model's own code runs again in the backward pass.
         uneven: the parameters that the rows of some data ranks use, and those of others do not.
         coupling: the first module that mixes rows, where `whole` differs; None if the loss does.
-        draws: whether the model draws random numbers.
-        different_draws: what the ranks drew otherwise than the plain model does.
+        draws: whether the model uses random numbers.
+        different_draws: random numbers of the ranks that are not those of the plain model.
     """
 
     passes: list[RankResult]
@@ -152,7 +152,7 @@ def train_single(
     """Trains the model, from `apply_for_reference`, in this process: the same rows, normalized over
     all of them.
 
-    `ranks` are those whose random numbers are used again; without any, the process draws its own.
+    `ranks` are the ranks whose random numbers are reused; without any, the process generates them.
     Raises SingleError: the model has no loss, no gradient, or a value that is not finite.
     """
     reference = Reference(passes=[RankResult(data_rank=d) for d in range(batches.ranks)])
@@ -163,10 +163,10 @@ def train_single(
     heads = lowered.loss_heads
     _as_planned(model, lowered)
     for number, step in enumerate(batches.steps):
-        for at, one in enumerate(step):
+        for at, batch in enumerate(step):
             for part in range(batches.ranks * parts):
                 result = reference.passes[rank := part // parts]
-                inputs = {**one.of_rank(part, batches.ranks * parts), **batches.extra(number)}
+                inputs = {**batch.of_rank(part, batches.ranks * parts), **batches.extra(number)}
                 drawn = [r.drawn[len(result.drawn)] for r in ranks if r.data_rank == rank]
                 draws = Replayed(drawn, result.where) if drawn else Recorded()
                 result.drawn.append(getattr(draws, "drawn", []))
@@ -209,8 +209,8 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, reference: Referen
     """The norm of all gradients, with which the optimizer has stepped."""
     trained = [p for p in model.parameters() if p.grad is not None]
     norm: Tensor = nn.utils.clip_grad_norm_(trained, MAX_NORM)
-    own = _parameters_of(_is_sign_sensitive, model, optimizer)
-    reference.steered.append({n: g for n, g in _gradients(model).items() if n in own})
+    sensitive = _parameters_of(_is_sign_sensitive, model, optimizer)
+    reference.steered.append({n: g for n, g in _gradients(model).items() if n in sensitive})
     optimizer.step()
     optimizer.zero_grad()
     return norm
@@ -220,8 +220,8 @@ def _as_one_step(reference: Reference, batches: Batches, lowered: Lowered, each:
     """A pipeline has the loss of the first step as a whole, and no logits; `each` as of a pass."""
     if lowered.pipeline is None:
         return
-    every = [loss for result in reference.passes for loss in result.losses]
-    total = torch.stack(every).sum() * (batches.weight(0) / batches.ranks * each)
+    losses = [loss for result in reference.passes for loss in result.losses]
+    total = torch.stack(losses).sum() * (batches.weight(0) / batches.ranks * each)
     for result in reference.passes:
         result.losses, result.logits = [total], []
 
@@ -256,8 +256,8 @@ def _other_batches(
 def _full_batch_gradients(model: nn.Module, batches: Batches, scale: float) -> Tensors:
     """The gradients with all rows of a pass in one batch."""
     extra = {name: value * batches.ranks for name, value in batches.extra(0).items()}
-    for one in batches.steps[0]:
-        loss = _forward(model, {**one.inputs, **extra}, None)
+    for batch in batches.steps[0]:
+        loss = _forward(model, {**batch.inputs, **extra}, None)
         (loss * (scale * batches.weight(0))).backward()
     return _gradients(model)
 
@@ -287,7 +287,9 @@ def train_rank(
     optimizer = _rank_optimizer(model, run)
     for number, step in enumerate(batches.steps):
         if stages_of(model) is not None:
-            loss = run.forward_backward([one.of_rank(run.data_rank, run.data_size) for one in step])
+            loss = run.forward_backward(
+                [batch.of_rank(run.data_rank, run.data_size) for batch in step]
+            )
             result.losses += [full_copy(loss)] if number == 0 else []
         else:
             _accumulate(model, run, batches, number, result, traced=traced, draws=draws)
@@ -337,21 +339,23 @@ def _accumulate(
         result.losses = [mean_of_parts(run, loss) for loss in result.losses]
 
 
-def _of_all_stages(own: Tensors, model: nn.Module) -> Tensors:
-    """The tensors of all stages by name, all without a pipeline. Of copies on two stages one that
-    is unlike the first is kept, which then is unlike the single process's.
+def _of_all_stages(local_tensors: Tensors, model: nn.Module) -> Tensors:
+    """Returns the tensors of all pipeline stages by name; the given ones without a pipeline.
+
+    If two stages have copies that differ, it keeps one that differs from the first copy, so that
+    the comparison with the reference run shows the difference.
     """
     stages = stages_of(model)
     if stages is None:
-        return own
-    every: list[Any] = [None] * stages.mesh.size()
-    distributed.all_gather_object(every, own, group=stages.mesh.get_group())
-    found: Tensors = {}
-    for tensors in every:
+        return local_tensors
+    by_stage: list[Any] = [None] * stages.mesh.size()
+    distributed.all_gather_object(by_stage, local_tensors, group=stages.mesh.get_group())
+    joined: Tensors = {}
+    for tensors in by_stage:
         for name, tensor in tensors.items():
-            if name not in found or not torch.equal(found[name], tensor):
-                found[name] = tensor
-    return found
+            if name not in joined or not torch.equal(joined[name], tensor):
+                joined[name] = tensor
+    return joined
 
 
 def _single_optimizer(model: nn.Module, lowered: Lowered) -> torch.optim.Optimizer:
@@ -432,7 +436,7 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
         if parameter.requires_grad:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             groups.setdefault(mesh, []).append(parameter)
-    kinds = [{"params": some} for some in groups.values()]
+    kinds = [{"params": parameters} for parameters in groups.values()]
     return torch.optim.AdamW(kinds, lr=RATE, eps=EPSILON, fused=True)
 
 
@@ -471,13 +475,13 @@ def _parameters(model: nn.Module) -> Tensors:
     return {n: in_own_order(full_copy(p), orders.get(n)) for n, p in parameters_by_name(model)}
 
 
-def _require_finite(found: Reference) -> None:
+def _require_finite(reference: Reference) -> None:
     """Raises SingleError if there are no gradients or values that are not finite."""
-    if not found.gradients:
+    if not reference.gradients:
         raise SingleError("no parameter gets a gradient")
-    logits = {f"the logits {i}": v for r in found.passes for i, v in enumerate(r.logits)}
-    losses = {f"the loss {i}": v for r in found.passes for i, v in enumerate(r.losses)}
-    for name, value in {**logits, **losses, **found.gradients}.items():
+    logits = {f"the logits {i}": v for r in reference.passes for i, v in enumerate(r.logits)}
+    losses = {f"the loss {i}": v for r in reference.passes for i, v in enumerate(r.losses)}
+    for name, value in {**logits, **losses, **reference.gradients}.items():
         if not torch.isfinite(value).all():
             raise SingleError(f"{name} is not finite in one process")
 

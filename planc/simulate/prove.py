@@ -1,4 +1,4 @@
-"""One rank of a proof on processes: the trial program, and its distance from a single process."""
+"""One rank of a proof on processes: its training steps, and their distance from one process."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,8 @@
-"""Random numbers in a trial: of ranks that are threads of one process, and of the single process.
+"""Random numbers in a simulation, whose ranks are threads, and in the reference run.
 
-torch has one default generator for each device, and threads share it. Each rank gets one of its
-own. The single process uses again what the ranks drew, so that all else can be compared.
+torch has one default generator for each device, which threads share, so each rank gets a separate
+one. The reference run reuses the numbers of the ranks, so that outputs and gradients can be
+compared.
 """
 
 import threading
@@ -27,7 +28,7 @@ class RankGenerators(threading.local):
 
 
 class RankRandom(TorchDispatchMode):  # type: ignore[misc]  # torch has no types for it
-    """Makes the operations of a thread draw from its rank's own generator.
+    """Makes the operations of a thread use the generator of its rank.
 
     torch has one default generator, which threads share. A model's calls of `torch.manual_seed`
     reach the rank's generator without this mode; operations that draw need it.
@@ -52,12 +53,12 @@ class RankRandom(TorchDispatchMode):  # type: ignore[misc]  # torch has no types
 _IN_PLACE = ("bernoulli_", "uniform_", "normal_", "exponential_", "random_")
 _MADE = ("bernoulli", "rand", "rand_like", "randn", "randn_like", "randint", "randint_like")
 _NOISE = frozenset((*_IN_PLACE, *_MADE, "randperm", "multinomial", "native_dropout"))
-"""The operations that return what they draw; `native_dropout` returns its mask too."""
+"""The operations that return random numbers; `native_dropout` also returns its mask."""
 _LOOKS = ("_local_scalar_dense", "nonzero")
 
 
 def _noise(func: Any, out: Any) -> torch.Tensor | None:
-    """The numbers that an operation drew: of a DTensor this rank's part."""
+    """The random numbers in an operation's result, local ones of a DTensor; None if it has none."""
     if getattr(func, "overloadpacket", func).__name__ not in _NOISE:
         return None
     drawn = out[1] if isinstance(out, tuple) else out
@@ -65,8 +66,8 @@ def _noise(func: Any, out: Any) -> torch.Tensor | None:
 
 
 class Recorded(TorchDispatchMode):  # type: ignore[misc]
-    """Keeps what the operations of a forward pass draw, in order, and whether code can see numbers,
-    as Python or as the size of a tensor.
+    """Records the random numbers of a forward pass in order, and whether Python code reads values
+    of tensors.
     """
 
     def __init__(self) -> None:
@@ -84,10 +85,10 @@ class Recorded(TorchDispatchMode):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class DifferentDraw:
-    """Numbers that ranks did not draw as the plain model does.
+    """Random numbers of the ranks that are not those of the plain model.
 
     Args:
-        module: the torch name of the module whose code draws them.
+        module: the torch name of the module that generates them.
         line: the line of the model's code.
         problem: what is wrong with them.
         wrong: whether replicas differ; False if only the distribution is another one, None if
@@ -101,10 +102,10 @@ class DifferentDraw:
 
 
 class Replayed(TorchDispatchMode):  # type: ignore[misc]
-    """Gives the operations of a single process the numbers that ranks, in order, have drawn.
+    """Gives the operations of the reference run the recorded random numbers of the ranks, in order.
 
-    Ranks that hold the whole tensor must have drawn the same numbers; the numbers of ranks that
-    hold shards of it are put together, and must differ.
+    Ranks that hold the full tensor must have the same numbers. The numbers of ranks that hold
+    shards are concatenated, and must differ.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Replayed(TorchDispatchMode):  # type: ignore[misc]
             parts = [of_rank[self._at] for of_rank in self._drawn if len(of_rank) > self._at]
             self._at += 1
             if len(parts) < len(self._drawn):
-                self._tell("a rank draws less often than one process", None)
+                self._tell("a rank generates random numbers fewer times than one process", None)
             elif (whole := self._full_tensor(parts, own.shape)) is not None:
                 own.copy_(whole)
                 if isinstance(out, tuple):  # native_dropout: the masked input, and the mask
@@ -133,7 +134,7 @@ class Replayed(TorchDispatchMode):  # type: ignore[misc]
         same = all(torch.equal(part, parts[0]) for part in parts)
         if all(part.shape == shape for part in parts):
             if not same:
-                self._tell("the ranks draw different numbers for the same activations", True)
+                self._tell("the ranks have different random numbers for the same activations", True)
             return parts[0]
         shards = parts
         if same:  # ranks of several axes, of which some may hold the same shard
@@ -144,10 +145,11 @@ class Replayed(TorchDispatchMode):  # type: ignore[misc]
             fits = others == [[*shape[:dim], *shape[dim + 1 :]]] * len(shards)
             if fits and sum(shard.shape[dim] for shard in shards) == shape[dim]:
                 if any(torch.equal(a, b) for a, b in pairwise(shards) if a.numel() >= _MANY):
-                    self._tell("the ranks draw the same numbers for different shards", False)
+                    self._tell("the ranks have the same random numbers for different shards", False)
                 return torch.cat(shards, dim)
         shapes = ", ".join(str(list(part.shape)) for part in parts)
-        self._tell(f"the ranks draw {shapes}, one process {list(shape)}", None)
+        text = f"random numbers have the shapes {shapes} on the ranks"
+        self._tell(f"{text}, and {list(shape)} in one process", None)
         return None
 
     def _tell(self, problem: str, wrong: bool | None) -> None:

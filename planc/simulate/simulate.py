@@ -109,7 +109,7 @@ def _prepare(
         reference = program.train_single(single, data, lowered)
         if reference.draws and lowered.split_axes(AxisRole.SEQUENCE):
             raise program.SingleError(program.DRAWS_PARTS)
-        # adapters too are drawn here, one model after the other, from the same seed
+        # adapters are initialized here too, one model after the other, from the same seed
         models = [
             add_adapters(for_trial(builder.build(0), lowered), lowered)
             for _ in range(lowered.world_size)

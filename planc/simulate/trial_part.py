@@ -1,4 +1,4 @@
-"""The part of a lowered plan that a trial runs; imports no torch."""
+"""The part of a lowered plan that a simulation runs; imports no torch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,11 +21,11 @@ def trial_part(
     precision: bool = False,
     section: str = "",
 ) -> Lowered:
-    """The operations that a trial runs, in float32 unless `precision`, so that results differ only
-    by rounding; outcomes are cached by its digest.
+    """Returns the operations that a simulation runs, in float32 unless `precision`, so that results
+    differ only by rounding. Outcomes are cached by the digest of this part.
 
-    `tensor` leaves out FSDP too, where no data axis has two ranks; `draws` keeps adapters' dropout,
-    `section` the operations of a section that has a separate simulation.
+    `tensor` also leaves out FSDP, if no data axis has two ranks. `draws` keeps the dropout of
+    adapters. `section` keeps the operations of a section that is simulated separately.
     """
     kinds = {SimulationKind.ALWAYS}
     kinds |= set() if tensor else {SimulationKind.WITH_DATA}
@@ -43,9 +43,7 @@ def trial_part(
 
 
 def separate_ops(lowered: Lowered) -> list[Op]:
-    """The operations that have a simulation of their own; a simulation without any is the common
-    one.
-    """
+    """The operations that are simulated separately; the common simulation has none of them."""
     return [op for op in lowered.ops if op.SIMULATION is SimulationKind.SEPARATELY]
 
 
@@ -87,7 +85,7 @@ MEAN = "mean over data ranks"
 
 
 def left_out(lowered: Lowered, *, precision: bool = False) -> Iterator[tuple[str, str]]:
-    """Yields what a trial deliberately does differently, and how."""
+    """Yields each setting that a simulation deliberately leaves out or changes, and how."""
     if lowered.summed_gradients:
         yield MEAN, lowered.summed_gradients
     if precision:

@@ -162,7 +162,7 @@ def _locate(
     *,
     device: str,
 ) -> dict[str, Any] | None:
-    """Finds the first divergence of the models, by the trial once more with modules watched.
+    """Finds the first divergence of the models, by a second simulation that records module outputs.
 
     The first module whose output is wrong; if all outputs are right, the wrong gradient that
     backward computes first, which is that of the module that forward ran last.

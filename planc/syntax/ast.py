@@ -248,11 +248,11 @@ class File(Node):
     """A whole `.plan` file.
 
     Args:
-        timetables: the texts of the files that `schedule = file(...)` names, by the call's place.
+        schedule_files: the texts of the files that `schedule = file(...)` names, by its span.
     """
 
     statements: tuple[Statement, ...]
-    timetables: tuple[tuple[Span, str], ...] = field(default=(), compare=False)
+    schedule_files: tuple[tuple[Span, str], ...] = field(default=(), compare=False)
 
     @cached_property
     def first_mentions(self) -> Mapping[str, Span]:

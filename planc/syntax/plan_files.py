@@ -82,10 +82,12 @@ class _Chain:
                 self.add(base_of(place, statement.path), statement.origin)
         self.open.pop()
         self.done.add(key)
-        self.files.append(replace(file, timetables=tuple(_timetables(file, place, self.sink))))
+        self.files.append(
+            replace(file, schedule_files=tuple(_schedule_files(file, place, self.sink)))
+        )
 
 
-def _timetables(file: ast.File, place: PlanFile, sink: Sink) -> Iterator[tuple[Span, str]]:
+def _schedule_files(file: ast.File, place: PlanFile, sink: Sink) -> Iterator[tuple[Span, str]]:
     """The texts of the files that the pipelines of a plan name, relative to its folder."""
     waiting: list[object] = [*file.statements]
     while waiting:

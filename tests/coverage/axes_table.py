@@ -5,7 +5,7 @@ from collections import Counter
 PROCESSES = "processes"
 """The column of what real processes trained."""
 
-TITLE = "## Pipelines, parts of sequences, divided experts, and the loss"
+TITLE = "## Pipelines, context and expert parallelism, and the loss"
 HEAD = """
 `make axes` writes this part (`tests/coverage/axis_rows.py`). Each column is a plan with one axis
 of two ranks (`loss`: a head over two tensor ranks, whose loss is computed in two parts), judged by

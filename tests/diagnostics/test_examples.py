@@ -109,7 +109,7 @@ UNREACHED = {
     "PL545": "batches at run time; test_one_loop.py has them",
     "PL565": "needs a configuration; test_pipeline.py writes one",
     "PL566": "needs a model of one's own; test_pipeline.py makes one",
-    "PL568": "needs a timetable beside the plan; test_timetable.py writes some",
+    "PL568": "needs a schedule file next to the plan; test_schedule_files.py writes some",
     "PL697": "a run on processes; test_transfer.py has some",
     "PL698": "a run on processes; test_transfer.py has some",
     "PL694": "a model of other code; test_serve.py has one",

@@ -109,8 +109,8 @@ def test_masks_that_numpy_draws_are_told(tmp_path):
     sink = Sink()
     compile_plan(facts, str(path), sink, world_size=2)
     [found] = [d for d in sink if d.code == "PL670"]
-    assert "SpecAugment draws masks with numpy (mask_time_prob = 0.05)" in found.message
-    assert "numpy's seed is the script's: alike on the ranks of tp" in found.facts
+    assert "SpecAugment masks come from numpy (mask_time_prob = 0.05)" in found.message
+    assert "the script must give numpy the same seed on all ranks of tp" in found.facts
 
 
 def test_the_loss_of_an_output_has_gradients_behind_a_norm_and_is_a_mean_over_rows():

@@ -119,7 +119,7 @@ def test_a_linear(llama):
     assert style.what == "rowwise -> shard(1), dtensor, on tp = 8"
     assert re.fullmatch(r"plans/llama.plan:\d+", style.place)
     assert style.text == "self_attn.o_proj, mlp.down_proj : rowwise"
-    assert "its sum is needed as parts of the sequence" in style.inferred
+    assert "its sum is needed as sequence shards" in style.inferred
     [around] = answer.around
     assert around.target == "model.layers.3.self_attn" and around.what.startswith("input ")
     [held] = answer.parameters

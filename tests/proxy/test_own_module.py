@@ -151,7 +151,7 @@ def test_what_cannot_be_run_is_unknown_with_the_reason(tmp_path, monkeypatch):
     assert "missing 1 required" in found.message and "`planc_inputs`" in found.help
     monkeypatch.setattr(user_model, "UNSHRUNK", 1000)
     found = checked(Net(), PLAN, tmp_path)["PL504"]
-    assert "parameters: give a small model of the same code" in found.message
+    assert "parameters: give a smaller model of the same code" in found.message
 
 
 def test_a_changed_model_of_a_library_is_run_itself(tmp_path):

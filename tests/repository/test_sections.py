@@ -27,7 +27,7 @@ TOUR = (ROOT / "docs" / "tour.md").read_text()
 KNOWN = {
     "matmul": (
         r"LowPrecision|ScaleWeights|mxfp8|tensorwise|gathered in fp8|[`\"]matmul[`\"] section"
-        r"|products in 8 bits|8-bit products",
+        r"|fp8 matmul",
         7,
     ),
     "serve": (r"Serving|serving_of|engine_side|[`\"]serve[`\"] section", 2),

@@ -309,7 +309,7 @@ def main():
     parser.add_argument("names", nargs="*", help="parts of the names of cases; all by default")
     parser.add_argument("--write", action="store_true", help="put their rows on the page")
     torchao = Path(sys.prefix) / "torchao"
-    parser.add_argument("--torchao", default=torchao, help="where products in 8 bits find it")
+    parser.add_argument("--torchao", default=torchao, help="where fp8 matmuls find it")
     options = parser.parse_args()
     picked = [c for c in CASES if not options.names or any(n in c.name for n in options.names)]
     committed, failed, every = silent_page.committed(), [], []

@@ -257,7 +257,7 @@ AXIS_CASES = (
     *rows(
         EXPERTS,
         (
-            "divisor of divided experts",
+            "divisor of expert gradients",
             "experts_without_a_divisor",
             TOO_OFTEN,
             ("pytorch/pytorch#160285", "deepspeedai/DeepSpeed#5618"),

@@ -1,4 +1,4 @@
-"""Silent errors of products in 8 bits: which layers have them, with which scales and sizes.
+"""Silent errors of fp8 matmuls: which layers have them, with which scales and sizes.
 
 They come last: they have torchao imported, beside which peft does not run. Few layers are rounded:
 torchao sums emulated products in float32, so that a number on the border between two may be rounded

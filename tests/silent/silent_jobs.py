@@ -49,7 +49,7 @@ def batches(model, lowered):
     """Two steps: of two passes (padding and uneven labels; packed documents, or images on other
     rows), and of one.
 
-    For products in 8 bits, which take multiples of 32 tokens, rows have twice the tokens. In
+    For fp8 matmuls, which take multiples of 32 tokens, rows have twice the tokens. In
     float64 padding is on the right: a query that sees nothing is NaN there.
     """
     eight = lowered.has(LowPrecision)
@@ -272,7 +272,7 @@ def worst(mine, right):
 
 
 def read(document):
-    """A lowered plan, with adapters in which every error shows, and emulated products in 8 bits."""
+    """A lowered plan, with adapters in which every error shows, and emulated fp8 matmuls."""
     lowered = loads(document, "case", Sink())
     if lowered.has(LowPrecision) or coded(lowered):
         return trial_part(lowered, section="matmul")

@@ -24,7 +24,7 @@ right twin. `make silent` writes this page; [proof](../proof.md) says why a prox
 - **truth** is a run on four gloo processes against a single process, in float32, with padding,
   packed documents and unevenly ignored labels. It names the first of logits, loss, gradients, their
   norm, and the parameters after two steps of the plan's optimizer, or of AdamW, that is off, with
-  its largest relative error. Products in 8 bits are emulated by torchao, those in fp8 in float64.
+  its largest relative error. fp8 and mxfp8 matmuls are emulated by torchao, fp8 in float64.
   The plan runs without the safeguards of `planc.apply`, and with the mistake where planc had it. A
   setting that is ignored trains the right model, without what was asked for. `raises` is a run that
   these versions of torch and transformers stop, where the reported one trained on; that of sizes in

@@ -13,8 +13,8 @@ from planc.elaborate.evaluate import evaluate, is_integer
 from planc.elaborate.program import Program
 from planc.elaborate.rule_conflicts import Settings
 from planc.elaborate.scope import Scope
+from planc.elaborate.sections.schedule_file import ScheduleFileError, read_schedule
 from planc.elaborate.sections.stage_sizes import balance_stages, even, work
-from planc.elaborate.sections.timetable import TimetableError, timetable
 from planc.elaborate.sections.word_settings import one_word, read_settings
 from planc.elaborate.selectors import select
 from planc.ir.nodes import EqualTimes, PipelineRule
@@ -100,7 +100,7 @@ def _cut(
         copies=_copies(program.facts, blocks, order, len(bounds) - 1),
         given=order.given,
         states=order.states,
-        timetable=rows,
+        rank_passes=rows,
         timed=(times.rows, times.seq) if times else (),
         origin=section.name_origin,
         origins=tuple((name, line.origin) for name, line in settings.lines.items()),
@@ -123,16 +123,16 @@ def _schedule(
     value = settings.values.get("schedule", "1f1b")
     if not isinstance(value, ast.Call):
         return value, ()
-    found = program.timetables.get(value.origin)
+    found = program.schedule_files.get(value.origin)
     assert program.mesh is not None
     ranks, microbatches = program.mesh.size(axis), settings.values["microbatches"]
     try:
         if found is None:
-            raise TimetableError('no file was read: write `schedule = file("schedule.csv")`')
+            raise ScheduleFileError('no file was read: write `schedule = file("schedule.csv")`')
         # what cannot be read is PL006 already
         terms = {"ranks": ranks, "stages": stages, "microbatches": microbatches}
-        return timetable(found, **terms) if found else ("", ())
-    except TimetableError as error:
+        return read_schedule(found, **terms) if found else ("", ())
+    except ScheduleFileError as error:
         shape = f"{stages} stages on {ranks} ranks, {microbatches} microbatches"
         message = f"this schedule cannot be run: {error}"
         hint = "each stage runs forward and backward once for each microbatch"

@@ -47,16 +47,16 @@ def render(lowered: Lowered, *, digest: str) -> str:
     context = lowered.context(fills=lowered.load.weights is not None)
     lists = Lists(lowered.layers, lowered.module_dicts)
     printer = Printer(context, lists, {**_FRAME, **imported_names()})
-    places = [tuple(_stage_functions(stage, context, printer)) for stage in lowered.stages]
+    by_rank = [tuple(_stage_functions(stage, context, printer)) for stage in lowered.stages]
     functions, calls = [*_groups(lowered, context, printer)], dict[int, list[str]]()
     early = bool(functions)
-    for place, written in enumerate(places):
+    for rank, written in enumerate(by_rank):
         for part in written:
-            shared = all(part in other for other in places)
-            name = part.name if shared else f"{part.name}_at_{place}"
-            if not (shared and place):
+            shared = all(part in other for other in by_rank)
+            name = part.name if shared else f"{part.name}_at_{rank}"
+            if not (shared and rank):
                 functions.append(part.source(name))
-            calls.setdefault(place, []).append(f"{name}{part.arguments}")
+            calls.setdefault(rank, []).append(f"{name}{part.arguments}")
     functions += load_function(lowered)
     steps = "\n".join(_loop_functions(lowered))
     definitions = needed_definitions("\n\n".join([*functions, steps]))
@@ -90,7 +90,7 @@ class _Function(NamedTuple):
 
 
 def _stage_functions(stage: Stage, context: Context, printer: Printer) -> Iterator[_Function]:
-    """The functions for the ranks at one place of a pipeline, in order."""
+    """Yields the functions of one pipeline rank, in order."""
     known: list[str] = []
     for function, group in groupby(stage.ops, key=lambda op: op.script):
         steps = [step for op in group for step in op.calls(context)]
@@ -169,9 +169,10 @@ def _main(lowered: Lowered, calls: Mapping[int, Sequence[str]], early: bool) -> 
     lines = [*calls.get(0, ())]
     if op := lowered.pipeline:
         lines = ["make_groups(mesh)"] * early
-        lines += [f"place = mesh.get_local_rank({quote(op.axis)})"]
-        for place, some in calls.items():
-            lines += [f"{'el' if place else ''}if place == {place}:", *(f"    {c}" for c in some)]
+        lines += [f"pipeline_rank = mesh.get_local_rank({quote(op.axis)})"]
+        for rank, rank_calls in calls.items():
+            lines += [f"{'el' if rank else ''}if pipeline_rank == {rank}:"]
+            lines += [f"    {c}" for c in rank_calls]
     lines += [f"{_NAMES}(model)"] * bool(lowered.fsdp_units)
     return (
         "def parallelize(model, mesh=None):\n"

@@ -21,7 +21,7 @@ def not_apart(text: str) -> PlanError:
         "PL519",
         f"the documents of this batch cannot be kept apart: {text}",
         *script_line("the batch arrives here"),
-        help="say where documents begin by `position_ids` alone, which begin again, and without a "
+        help="mark documents by `position_ids` that restart at 0, and without a "
         "mask; or give each document a row of its own",
     )
 
@@ -58,7 +58,7 @@ def refuse(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     if DOCUMENTS in found and _has_packed_documents(batch):
         raise stop(
             "PL517",
-            f"rows with several documents: positions begin again, and in {name} the tokens of one "
+            f"rows with several documents: positions restart at 0, and in {name} the tokens of one "
             f"document see those before it (they move by {found[DOCUMENTS]:.1g} of the output)",
             *script_line("the batch arrives here"),
             help="give each document a row of its own, padded on the right; or leave out "

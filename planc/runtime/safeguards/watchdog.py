@@ -105,8 +105,8 @@ class Watchdog(threading.Thread):
             self.messages.end()
 
     def _write_error(self, kind: Any, error: Any, trace: Any) -> None:
-        """Writes where a rank was when it raised: an error of a library, such as that of a rank
-        which has ended, and its own.
+        """Writes the stack of this rank when it raises. The error may be its own, or that of a
+        library because another rank has ended.
         """
         self.hook(kind, error, trace)
         if self.ended.is_set() or id(distributed.group.WORLD) != self.group:
@@ -117,14 +117,14 @@ class Watchdog(threading.Thread):
         self._tell(f"rank {self.rank} has ended with an error")
 
     def _write_stop(self) -> None:
-        """Writes where a rank was when it was stopped, unless it has written its error."""
+        """Writes the stack of this rank when it is stopped, unless it has written an error."""
         with self.ending:
             if not self.ended.is_set() and id(distributed.group.WORLD) == self.group:
                 self.ended.set()
                 self._write("SIGTERM")
 
     def _progress(self) -> Any:
-        """The progress of each process group."""
+        """A value that changes when a collective of any process group, or a message, completes."""
         status = pickle.loads(_dump(collectives=False))["pg_status"]
         return status, self.messages and self.messages.count
 
@@ -132,7 +132,7 @@ class Watchdog(threading.Thread):
         return self.folder / f"rank_{rank}.json"
 
     def _forget(self) -> bool:
-        """Removes what this rank wrote, now or in an earlier run; returns that nothing is left."""
+        """Removes this rank's files, also of an earlier run; returns False, for `written`."""
         for path in (self._path(self.rank), self._path(self.rank).with_suffix(".pickle")):
             path.unlink(missing_ok=True)
         return False
@@ -160,7 +160,7 @@ class Watchdog(threading.Thread):
         write(self._path(self.rank), json.dumps(about))  # last, and at once: others look for it
 
     def _tell(self, why: str) -> None:
-        """The first rank that has written says which others have, once they had time to."""
+        """Waits for other ranks' files; then the first rank with a file reports which exist."""
         limit = time.monotonic() + min(_OTHERS, self.seconds)
         while time.monotonic() < limit and not all(map(self._there, range(self.size))):
             time.sleep(0.2)

@@ -220,7 +220,7 @@ class ContextParallel:
         return kwargs
 
     def _enter_states(self, model: nn.Module, tokens: KeyTokens) -> None:
-        """Makes states go through the tokens of all ranks, and end with documents."""
+        """Makes recurrent states continue over all ranks, and reset at documents."""
         if not self.replaced:
             self.replaced = True
             replace_parts(model, self.states)
@@ -245,8 +245,8 @@ class ContextParallel:
 
     def gather_rank_by_rank(self, part: Tensor) -> Tensor:
         """A tensor `[rows, heads, tokens, ...]` of all ranks, rank by rank."""
-        found: Tensor = GatherSequence.apply(part, self.group)
-        return found
+        gathered: Tensor = GatherSequence.apply(part, self.group)
+        return gathered
 
     def keys_of(self, module: nn.Module) -> KeyExchange:
         """The exchange of keys and values in an attention module."""
@@ -261,7 +261,7 @@ class ContextParallel:
         ranks, CURRENT.ranks = getattr(CURRENT, "ranks", None), None
         loss, self.loss = self.loss, None
         if ranks is not None and ranks.asked and not ranks.kept:
-            text = "another function than transformers' hands states on"
+            text = "a function that is not transformers' updates recurrent states"
             raise ContextError(f"{text}: the ranks cannot exchange them")
         return output if loss is None else loss.leave(model, output)
 
@@ -291,24 +291,31 @@ class ContextParallel:
             return SeveralMasks(make, tokens.own, self.size)
         return make(self.keys)
 
-    def mask_of(self, own: int, arguments: dict[str, Any], keys: KeyExchange) -> Any:
+    def mask_of(
+        self, local_tokens: int, arguments: dict[str, Any], keys: KeyExchange
+    ) -> Any:
         """The mask of attention modules that exchange these keys.
 
         Args:
-            own: the tokens of a rank.
+            local_tokens: the tokens of a rank.
             arguments: of transformers' mask functions.
             keys: what the ranks exchange.
         """
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-        name, several = self.implementation(arguments["config"]), own * keys.heads
+        name, several = (
+            self.implementation(arguments["config"]),
+            local_tokens * keys.heads,
+        )
         if keys.ring is not None:
-            made = functools.partial(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], **arguments)
+            mask_function = functools.partial(
+                ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], **arguments
+            )
             evenly, read = name == "eager", self.indexed
-            return RingMask(made, several, keys.ring, evenly=evenly, read=read)
+            return RingMask(mask_function, several, keys.ring, evenly=evenly, read=read)
         given = arguments | {
             "q_length": several,
-            "kv_length": own * self.size,
+            "kv_length": local_tokens * self.size,
             "q_offset": keys.rank * several,
             "kv_offset": 0,
         }
@@ -337,15 +344,19 @@ class ContextParallel:
         Returns:
             `[rows, tokens, heads, features]`, and the weights where the model has them.
         """
-        name, own, keys = type(module).__name__, query.shape[2], self.keys_of(module)
+        name, local_tokens, keys = (
+            type(module).__name__,
+            query.shape[2],
+            self.keys_of(module),
+        )
         if isinstance(mask, SeveralMasks):
             mask = mask.mask_for(keys)
         if any(isinstance(t, DTensor) for t in (query, key, value)):
             raise ContextError(f"{name} gets DTensors: local tensors are needed")
         if kwargs.get("position_bias") is not None:
             raise ContextError(f"{name} has a bias for each pair of positions")
-        wanted = (own * keys.heads, own * self.size)
-        if key.shape[2] != own or mask is None or mask.shape[-2:] != wanted:
+        wanted = (local_tokens * keys.heads, local_tokens * self.size)
+        if key.shape[2] != local_tokens or mask is None or mask.shape[-2:] != wanted:
             text = "sees other keys than transformers' mask functions say"
             raise ContextError(f"{name} {text}")
         if keys.heads == 1:
@@ -378,8 +389,8 @@ class ContextParallel:
             return ring_attention(module, both, mask, keys.ring, given), None
         query, key, value = both
         if keys.others > 1:
-            every = keys.gather_tokens(torch.cat([key, value], -1))
-            key, value = every.split([key.shape[-1], value.shape[-1]], -1)
+            gathered = keys.gather_tokens(torch.cat([key, value], -1))
+            key, value = gathered.split([key.shape[-1], value.shape[-1]], -1)
         attention = self._own_attention(module)
         output, seen = attention(caller, query, key, value, mask, **given)
         return output, seen
@@ -390,13 +401,13 @@ class ContextParallel:
 
         name = self.implementation(getattr(module, "config", None))
         if name != "eager":
-            found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name]
-            return found
+            attention: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name]
+            return attention
         for kind in type(module).__mro__:  # FSDP puts a class of its own first
             home = sys.modules[kind.__module__]
             if hasattr(home, "eager_attention_forward"):
-                own: Callable[..., Any] = home.eager_attention_forward
-                return own
+                eager: Callable[..., Any] = home.eager_attention_forward
+                return eager
         raise ContextError(f"{type(module).__name__} has no eager attention of its own")
 
 
@@ -419,10 +430,10 @@ class PartLoss:
 
     def labels(self, name: str) -> tuple[Tensor, Tensor]:
         """The number of labels that count on this rank, and of all, for each rank."""
-        own = (self.given[name] != self.ignored).sum()
-        every = own.clone()
-        distributed.all_reduce(every, group=self.group)
-        return own, every / self.group.size()
+        counted = (self.given[name] != self.ignored).sum()
+        total = counted.clone()
+        distributed.all_reduce(total, group=self.group)
+        return counted, total / self.group.size()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         self.called = True
@@ -441,8 +452,8 @@ class PartLoss:
         model.loss_function = self.function
         if self.called or getattr(output, "loss", None) is None:
             return output
-        own, share = self.labels("labels")
-        output["loss"] = torch.where(own > 0, output.loss * (own / share), 0.0)
+        counted, share = self.labels("labels")
+        output["loss"] = torch.where(counted > 0, output.loss * (counted / share), 0.0)
         return output
 
 
@@ -498,29 +509,29 @@ def own_configs(model: nn.Module) -> dict[int, str]:
         What they asked for before, by the configuration's id.
     """
     copies: dict[int, Any] = {}
-    found: list[Any] = []
+    configs: list[Any] = []
     for module in model.modules():
         if hasattr(getattr(module, "config", None), "_attn_implementation"):
             module.config = copy.deepcopy(module.config, copies)
-            found.append(module.config)
-    plain = {id(config): config._attn_implementation or "eager" for config in found}
-    for config in found:
+            configs.append(module.config)
+    plain = {id(config): config._attn_implementation or "eager" for config in configs}
+    for config in configs:
         config._attn_implementation = CONTEXT
     return plain
 
 
 def without_interface(model: nn.Module, states: Sequence[str] = ()) -> str:
-    """Why a model's tokens see each other otherwise than by the attention interface, or
-    by these states, as far as its class says; empty if it does not say so.
+    """The reason, by a model's class, for which tokens may see each other in another
+    way than by the attention interface or these recurrent states; empty for none.
     """
     name = type(model).__name__
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "_attn_implementation"):
-        return f"{name} is no transformers model"
+        return f"{name} is not a transformers model"
     if getattr(config, "is_encoder_decoder", False):
         return f"{name} is an encoder with a decoder"
     if getattr(model, "_is_stateful", False) and not states:
-        return f"{name} hands a state from token to token"
+        return f"{name} has a recurrent state"
     if not model._can_set_attn_implementation() and not states:
         return f"{name} does not call transformers' attention interface"
     taken = "position_ids" in inspect.signature(model.forward).parameters

@@ -56,11 +56,11 @@ class KeyExchange:
     def swap_sharded_dim(
         self, value: Tensor, source: int, target: int, name: str
     ) -> Tensor:
-        """A part of dim `source`, heads or tokens, with dim `target` of all neighbours.
+        """An all-to-all that unshards dim `target` and shards dim `source`.
 
         Args:
             value: `[rows, heads, tokens, features]`.
-            source, target: dims.
+            source, target: dims of heads and tokens, or of tokens and heads.
             name: of the attention module, for messages.
         """
         if value.shape[source] % self.heads:

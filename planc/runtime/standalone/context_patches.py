@@ -154,7 +154,7 @@ class ContextOfPatches(ContextOfRows):
         joint = self.joint(given["hidden_states"], text, rotary)
         if rotary is not None:
             given[name] = tuple(map(joint.of_rotary, rotary))
-        with Replaced(self, module, joint) as replaced:
+        with ReplacedAttention(self, module, joint) as replaced:
             output = plain(**given)
         if replaced.calls != 1:
             kind = type(getattr(module, "processor", module)).__name__
@@ -328,11 +328,11 @@ class JointMask:
 
     @functools.cached_property
     def open(self) -> bool:
-        """Whether all queries see all patches: then the mask is of text alone."""
+        """Whether all queries see all patches, so that the mask only concerns text."""
         return self.mask is None or bool(self.joint.split(self.mask, -1)[1].all())
 
     def pieces(self, owner: int, *, fused: bool) -> list[RingPiece]:
-        """Queries and keys of a rank, in tiles where a kernel does not compute them."""
+        """Ranges of queries and keys of a rank; tiles if there is no fused kernel."""
         # all layers that have this mask ask, in both passes
         if (owner, fused) not in self.found:
             self.found[owner, fused] = list(self._pieces(owner, fused))
@@ -355,25 +355,25 @@ class JointMask:
                 yield RingPiece(owner, queries, keys, mask=seen)
 
     def tile(self, queries: slice, keys: slice, moved: int) -> Tensor:
-        """A part of the mask, whose keys are of all ranks."""
+        """A tile of the mask; keys are numbered over all ranks."""
         assert self.mask is not None
         rows = slice(None) if self.mask.shape[-2] == 1 else queries
         return self.mask[..., rows, keys.start + moved : keys.stop + moved]
 
 
 def cuts(run: slice) -> list[slice]:
-    """The tiles of a run of tokens."""
+    """Cuts a range of tokens into tiles of at most `TILE` tokens."""
     every = range(run.start, run.stop, TILE)
     return [slice(at, min(at + TILE, run.stop)) for at in every]
 
 
-class Replaced(TorchFunctionMode):  # type: ignore[misc]
-    """Replaces torch's attention in the thread that runs a processor.
+class ReplacedAttention(TorchFunctionMode):  # type: ignore[misc]
+    """Replaces torch's attention by context-parallel attention in the current thread.
 
     Args:
-        context: whose attention takes its place.
-        module: whose processor runs.
-        joint: its tokens.
+        context: computes the attention.
+        module: the attention module whose processor runs.
+        joint: the tokens of the module.
     """
 
     def __init__(
@@ -410,13 +410,13 @@ def arguments_of(  # noqa: PLR0917, as torch has them
 
 
 def rows_dim(rotary: Tensor) -> int:
-    """The dim of positions of rotary embeddings, which may stand behind one of rows."""
+    """The dim of positions in rotary embeddings: 1 if dim 0 is rows, else 0."""
     return 0 if rotary.dim() == 2 else 1
 
 
 def patches_of(latents: Tensor, config: Any) -> int:
-    """The number of patches of each of some latents: `[rows, patches, features]`, or
-    `[rows, channels, frames, height, width]`, or without frames.
+    """The number of patches in a row of latents, which are `[rows, patches, features]`,
+    `[rows, channels, frames, height, width]` or `[rows, channels, height, width]`.
     """
     if latents.dim() == 3:
         return len(latents[0])
@@ -428,5 +428,5 @@ def patches_of(latents: Tensor, config: Any) -> int:
 
 
 def context_of_patches(model: nn.Module, mesh: DeviceMesh, **settings: Any) -> None:
-    """`ContextOfPatches` with its other arguments."""
+    """Makes a model context-parallel over patches; see `ContextOfPatches`."""
     ContextOfPatches(model, mesh, **settings)

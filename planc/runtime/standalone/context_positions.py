@@ -61,8 +61,8 @@ def inner_models(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def position_tables(model: nn.Module) -> list[nn.Module]:
-    """The modules that look up positions that the model's code counts, in a model that
-    takes no `position_ids`; also those of other stages of a pipeline.
+    """The modules that look up position embeddings in a model without the argument
+    `position_ids`, whose code counts positions; includes modules of other stages.
     """
     if "position_ids" in inspect.signature(model.forward).parameters:
         return []
@@ -77,8 +77,8 @@ def position_tables(model: nn.Module) -> list[nn.Module]:
 
 
 def cache_readers(model: nn.Module) -> list[nn.Module]:
-    """The layers whose own code asks a cache where their tokens begin, or for the keys
-    by which an indexer chooses.
+    """The layers whose code reads the position of their first token, or the keys of an
+    indexer, from a cache.
     """
     models = {*inner_models(model)}
     asked = ("get_seq_length", UPDATE)
@@ -95,12 +95,12 @@ def cache_argument(layer: nn.Module) -> str:
 
 
 class PartCache:
-    """Answers layers that ask a cache: the tokens before those of a part are on other
-    ranks.
+    """Stands in for the key/value cache in layers that read positions or keys from it,
+    because earlier tokens of a sequence are on other ranks.
 
     Args:
         context: the `ContextParallel` of the model.
-        hidden: what the layer gets, `[rows, tokens, ...]`.
+        hidden: the layer's input, `[rows, tokens, ...]`.
     """
 
     def __init__(self, context: Any, hidden: Tensor) -> None:
@@ -119,11 +119,11 @@ class PartCache:
     def update(
         self, keys: Tensor, values: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """This rank's alone: attention gathers the others."""
+        """Returns this rank's keys and values; attention exchanges them later."""
         return keys, values
 
     def update_indexer(self, keys: Tensor, *_: Any, **__: Any) -> Tensor:
-        """The keys of all ranks, `[rows, tokens, features]`."""
+        """All-gathers the indexer's keys `[rows, tokens, features]` of all ranks."""
         if self.context.keys.heads > 1 or self.context.others:
             raise ContextError("an indexer chooses keys: use `attention = all_gather`")
         found: Tensor = self.context.gather_rank_by_rank(keys.unsqueeze(1))

@@ -31,7 +31,7 @@ OTHERS = "use `attention = all_gather`"
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def ring_attention(
     module: nn.Module,
-    own: tuple[Tensor, ...],
+    inputs: tuple[Tensor, ...],
     mask: Any,
     ring: Any,
     given: Mapping[str, Any],
@@ -40,7 +40,7 @@ def ring_attention(
 
     Args:
         module: calls the attention interface.
-        own: queries, keys and values of this rank.
+        inputs: queries, keys and values of this rank.
         mask: a `RingMask`, or a `ChosenMask`.
         ring: the ranks.
         given: the other arguments of the interface.
@@ -55,11 +55,11 @@ def ring_attention(
     if isinstance(sinks, DTensor):
         raise ContextError(f"{name} has sinks that are DTensors")
     scale, cap = given.get("scaling"), given.get("softcap")
-    scale = own[0].shape[-1] ** -0.5 if scale is None else scale
+    scale = inputs[0].shape[-1] ** -0.5 if scale is None else scale
     rate = (given.get("dropout") or 0.0) if module.training else 0.0
-    dropout = TileDropout(rate, own[0].device)
-    found: Tensor = RingAttention.apply(*own, sinks, mask, ring, dropout, scale, cap)
-    return found
+    dropout = TileDropout(rate, inputs[0].device)
+    out: Tensor = RingAttention.apply(*inputs, sinks, mask, ring, dropout, scale, cap)
+    return out
 
 
 class PassedOn:
@@ -153,8 +153,8 @@ class RingMask(MaskUnread):
     @functools.cached_property
     def full_mask(self) -> Tensor:
         """The mask of this rank's queries and the keys of all, rank by rank."""
-        every = slice(0, self.own * self.ring.size)
-        return self.tile(0, slice(0, self.own), every)
+        keys = slice(0, self.own * self.ring.size)
+        return self.tile(0, slice(0, self.own), keys)
 
     def tile(self, owner: int, queries: slice, keys: slice) -> Tensor:
         """The mask of this rank's queries and a rank's keys."""
@@ -184,10 +184,10 @@ class RingMask(MaskUnread):
         *pairs, (lost, *_) = torch.stack(
             [*facts.values(), torch.stack(blind).any().expand(3)]
         ).tolist()
-        every = self.evenly and lost
+        keep_all = self.evenly and lost
         return {
-            at: [some or every, *rest]
-            for at, (some, *rest) in zip(facts, pairs, strict=True)
+            at: [any_visible or keep_all, *rest]
+            for at, (any_visible, *rest) in zip(facts, pairs, strict=True)
         }
 
     def pieces(self, owner: int, *, fused: bool) -> Iterator["RingPiece"]:
@@ -213,22 +213,29 @@ class RingMask(MaskUnread):
     ) -> Iterator[tuple[slice, slice, str]]:
         queries = slice(rows[0].start, rows[-1].stop)
         keys = slice(columns[0].start, columns[-1].stop)
-        found = [
-            [self.tile_visibility[owner, one.start, other.start] for other in columns]
-            for one in rows
+        visibility = [
+            [
+                self.tile_visibility[owner, row_tile.start, column_tile.start]
+                for column_tile in columns
+            ]
+            for row_tile in rows
         ]
         tile = len(rows) == len(columns) == 1
-        if not any(some for row in found for some, *_ in row):
+        if not any(any_visible for row in visibility for any_visible, *_ in row):
             return
-        if (fused or tile) and all(every for row in found for _, every, _ in row):
+        if (fused or tile) and all(
+            all_visible for row in visibility for _, all_visible, _ in row
+        ):
             yield queries, keys, "all"
-        elif fused and is_causal(found) and same_lengths(rows, columns):
+        elif fused and is_causal(visibility) and same_lengths(rows, columns):
             yield queries, keys, "causal"
         elif tile:
             yield queries, keys, "masked"
         else:
-            for some, others in itertools.product(in_two(rows), in_two(columns)):
-                yield from self._split_tiles(owner, some, others, fused)
+            for row_half, column_half in itertools.product(
+                in_two(rows), in_two(columns)
+            ):
+                yield from self._split_tiles(owner, row_half, column_half, fused)
 
 
 class ChosenMask:
@@ -257,8 +264,8 @@ class ChosenMask:
         index = self.chosen[:, queries].long() - (first + keys.start)
         index = index.where((index >= 0) & (index < count), count)
         shape = (*index.shape[:2], count + 1)  # the last stands for all others
-        found = torch.zeros(shape, dtype=torch.bool, device=index.device)
-        return found.scatter_(-1, index, True)[:, None, :, :count]
+        mask = torch.zeros(shape, dtype=torch.bool, device=index.device)
+        return mask.scatter_(-1, index, True)[:, None, :, :count]
 
 
 class RingPiece:
@@ -285,19 +292,19 @@ def in_two(cuts: list[slice]) -> list[list[slice]]:
     return [cuts[:half], cuts[half:]] if len(cuts) > 1 else [cuts]
 
 
-def is_causal(found: list[list[list[bool]]]) -> bool:
+def is_causal(visibility: list[list[list[bool]]]) -> bool:
     """Whether tiles are causal together: on the diagonal, all below and none above."""
-    return len(found) == len(found[0]) and all(
-        causal if at == to else every if to < at else not some
-        for at, row in enumerate(found)
-        for to, (some, every, causal) in enumerate(row)
+    return len(visibility) == len(visibility[0]) and all(
+        causal if at == to else all_visible if to < at else not any_visible
+        for at, row in enumerate(visibility)
+        for to, (any_visible, all_visible, causal) in enumerate(row)
     )
 
 
 def same_lengths(rows: list[slice], columns: list[slice]) -> bool:
     """Whether a causal kernel's n-th query is the n-th of each tile too."""
-    return [one.stop - one.start for one in rows] == [
-        one.stop - one.start for one in columns
+    return [tile.stop - tile.start for tile in rows] == [
+        tile.stop - tile.start for tile in columns
     ]
 
 
@@ -330,13 +337,13 @@ class TileDropout:
         return drop
 
 
-def matmul_in_fp32(one: Tensor, two: Tensor) -> Tensor:
+def matmul_in_fp32(left: Tensor, right: Tensor) -> Tensor:
     """The product `[batch, n, m]`, in float32 at least, whatever its factors have."""
-    kind = widest(one.dtype)
-    with torch.autocast(one.device.type, enabled=False):
-        if one.is_cuda and one.dtype.itemsize == 2:
-            return torch.bmm(one, two, out_dtype=kind)
-        return torch.bmm(one.to(kind), two.to(kind))
+    kind = widest(left.dtype)
+    with torch.autocast(left.device.type, enabled=False):
+        if left.is_cuda and left.dtype.itemsize == 2:
+            return torch.bmm(left, right, out_dtype=kind)
+        return torch.bmm(left.to(kind), right.to(kind))
 
 
 def widest(dtype: torch.dtype) -> torch.dtype:
@@ -387,8 +394,8 @@ class Scores:
 
     def sum_over_queries(self, weights: Tensor, given: Tensor) -> Tensor:
         """The sum of the values of queries by their weights for each key."""
-        found = matmul_in_fp32(self.group_heads(weights).mT, given)
-        return found.unflatten(0, (-1, self.groups))
+        sums = matmul_in_fp32(self.group_heads(weights).mT, given)
+        return sums.unflatten(0, (-1, self.groups))
 
 
 class RingAttention(torch.autograd.Function):  # type: ignore[misc]

@@ -1,11 +1,12 @@
 """Recurrent states over ranks that hold sequence shards.
 
-A recurrence hands a state on, and a convolution sees some tokens before its own. What
-computes them (`TOKENS` in documents.py) gets what the ranks before it have: the tokens
-that a convolution sees, or the state that a run of tokens begins with. A run of tokens
-makes of a state S the state T S + B, whatever S is. So each rank computes T and B of
-its own runs, all ranks exchange them, and each applies those of the runs before its
-own. Where there is no such rule, each rank computes it for the tokens of all.
+A recurrence updates a state token by token, and a convolution reads some earlier
+tokens. So the functions that compute them (`TOKENS` in documents.py) need data of the
+ranks that hold earlier tokens: the tokens that a convolution reads, or the state at the
+start of a chunk. A chunk of tokens maps a state S to T S + B. Each rank computes T and
+B of its chunks, all ranks exchange them, and each rank applies those of the chunks
+before its own. If a function has no such rule, each rank computes it for the tokens of
+all ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,14 +29,15 @@ from planc.runtime.standalone.documents import (
 
 
 class StateRanks:
-    """Computes states in one forward pass, over the tokens of all ranks.
+    """Computes recurrent states over the tokens of all ranks, in one forward pass.
 
     Args:
-        group: the ranks.
-        tokens: of all ranks.
+        group: the process group of the context axis.
+        tokens: the tokens of all ranks.
         parts: the keys of `TOKENS` that the model has.
-        gathers: whether all ranks compute all tokens of a row.
-        documents: of whole rows, which are computed so; None for one in each.
+        gathers: whether each rank computes all tokens of a row.
+        documents: the packed documents of unsharded rows, for which each rank computes
+            all tokens; None if each row is one document.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class StateRanks:
     def run_recurrence(
         self, function: Callable[..., Any], part: str, args: Any, kwargs: Any
     ) -> Any:
-        """The outputs of a function that hands states on, for this rank's tokens."""
+        """The outputs of a function with a recurrent state, for this rank's tokens."""
         self.kept, dim = True, TOKENS[part]
         exchange = EXCHANGES.get(part)
         if exchange is not None and not self.gathers:
@@ -72,10 +74,10 @@ class StateRanks:
                 return exchange(self, function, *args, **kwargs)
         named = {name: self.gather_tokens(value, dim) for name, value in kwargs.items()}
         with running(self.documents):
-            found = function(
+            outputs = function(
                 *(self.gather_tokens(value, dim) for value in args), **named
             )
-        return self.local_outputs(found, dim)
+        return self.local_outputs(outputs, dim)
 
     # whole rows -----------------------------------------------------------------------
 
@@ -91,23 +93,23 @@ class StateRanks:
             return value
 
         def gather(part: Tensor) -> Tensor:
-            every = GatherSequence.apply(part.movedim(dim, 1)[None], self.group)[0]
-            return in_places(every, self.tokens.places.argsort(1)).movedim(1, dim)
+            gathered = GatherSequence.apply(part.movedim(dim, 1)[None], self.group)[0]
+            return in_places(gathered, self.tokens.places.argsort(1)).movedim(1, dim)
 
         return of_local(gather, value, dim)
 
-    def local_outputs(self, found: Any, dim: int) -> Any:
+    def local_outputs(self, outputs: Any, dim: int) -> Any:
         """This rank's tokens of outputs; None for final states, which have none."""
-        if isinstance(found, tuple | list):
-            return tuple(self.local_outputs(value, dim) for value in found)
-        if not isinstance(found, Tensor) or found.dim() <= dim:
+        if isinstance(outputs, tuple | list):
+            return tuple(self.local_outputs(value, dim) for value in outputs)
+        if not isinstance(outputs, Tensor) or outputs.dim() <= dim:
             return None
-        if len(found) != self.rows or found.shape[dim] < self.length:
+        if len(outputs) != self.rows or outputs.shape[dim] < self.length:
             return None
         places = self.tokens.places[:, self.mine]
         return of_local(
-            lambda every: in_places(every.movedim(dim, 1), places).movedim(1, dim),
-            found,
+            lambda tokens: in_places(tokens.movedim(dim, 1), places).movedim(1, dim),
+            outputs,
             dim,
         )
 
@@ -118,8 +120,8 @@ class StateRanks:
         all runs of a row, in order. All ranks take part in the backward pass, also for
         values that no later run uses.
         """
-        every = GatherSequence.apply(runs[None, None], self.group)[0, 0]
-        return every[self.order.to(every.device)]
+        gathered = GatherSequence.apply(runs[None, None], self.group)[0, 0]
+        return gathered[self.order.to(gathered.device)]
 
     def seeing_back(
         self,
@@ -136,13 +138,17 @@ class StateRanks:
         before = [min(width, min(width, length) * number) for number in self.runs]
         values = [*args, *kwargs.values()]
         seen = [self.with_before(v, dim, width, before) for v in values]
-        found = []
-        for given, some in zip(zip(*seen, strict=True), before, strict=True):
+        outputs_by_run = []
+        for given, skipped in zip(zip(*seen, strict=True), before, strict=True):
             named = dict(zip(kwargs, given[len(args) :], strict=True))
             output = function(*given[: len(args)], **named)
             several = output if isinstance(output, tuple) else (output,)
-            found.append([one.narrow(dim, some, length) for one in several])
-        joined = tuple(torch.cat(runs, dim) for runs in zip(*found, strict=True))
+            outputs_by_run.append(
+                [tensor.narrow(dim, skipped, length) for tensor in several]
+            )
+        joined = tuple(
+            torch.cat(runs, dim) for runs in zip(*outputs_by_run, strict=True)
+        )
         return joined if isinstance(output, tuple) else joined[0]
 
     def with_before(
@@ -154,12 +160,12 @@ class StateRanks:
         if not self.has(value, dim):
             return [value] * len(before)
         runs = value.movedim(dim, 1).chunk(len(before), 1)
-        some = min(width, runs[0].shape[1])
-        last = torch.stack([run[:, run.shape[1] - some :] for run in runs])
-        every = self.in_sequence(last).movedim(0, 1).flatten(1, 2)
-        ends = [some * number for number in self.runs]
+        count = min(width, runs[0].shape[1])
+        last = torch.stack([run[:, run.shape[1] - count :] for run in runs])
+        gathered = self.in_sequence(last).movedim(0, 1).flatten(1, 2)
+        ends = [count * number for number in self.runs]
         return [
-            torch.cat([every[:, end - more : end], run], 1).movedim(1, dim)
+            torch.cat([gathered[:, end - more : end], run], 1).movedim(1, dim)
             for run, end, more in zip(runs, ends, before, strict=True)
         ]
 
@@ -172,23 +178,23 @@ class StateRanks:
         return torch.cat(value.chunk(len(self.runs)), dim) if self.runs[1:] else value
 
     def states(
-        self, start: Tensor, step: Callable[..., Tensor], *made: Tensor
+        self, start: Tensor, step: Callable[..., Tensor], *changes: Tensor
     ) -> Tensor:
         """The state that each of this rank's runs begins with.
 
         Args:
             start: of a row.
-            step: from a state, and what a run makes of states, to the next state.
-            made: by this rank's runs, as rows.
+            step: from a state, and the changes of one run, to the next state.
+            changes: the changes of the state by this rank's runs, as rows.
         """
-        flat = torch.cat([value.flatten(1) for value in made], 1)
-        sizes = [value[0].numel() for value in made]
-        state, found = start[: self.rows], [start[: self.rows]]
+        flat = torch.cat([value.flatten(1) for value in changes], 1)
+        sizes = [value[0].numel() for value in changes]
+        state, states = start[: self.rows], [start[: self.rows]]
         for run in self.in_sequence(flat.unflatten(0, (len(self.runs), -1)))[:-1]:
-            values = zip(run.split(sizes, 1), made, strict=True)
+            values = zip(run.split(sizes, 1), changes, strict=True)
             state = step(state, *(v.unflatten(1, m.shape[1:]) for v, m in values))
-            found.append(state)
-        return torch.stack(found)[self.runs].flatten(0, 1)
+            states.append(state)
+        return torch.stack(states)[self.runs].flatten(0, 1)
 
 
 def of_local(change: Callable[[Tensor], Tensor], value: Tensor, dim: int) -> Tensor:
@@ -200,10 +206,10 @@ def of_local(change: Callable[[Tensor], Tensor], value: Tensor, dim: int) -> Ten
     placements = value.placements
     if any(p.is_shard() and p.dim in (0, dim) for p in placements):
         value = full_tensor(value)
-    made = change(value.to_local())
+    changed = change(value.to_local())
     mesh, now = value.device_mesh, value.placements
-    every = DTensor.from_local(made, mesh, now, run_check=False)
-    return every.redistribute(placements=placements)
+    result = DTensor.from_local(changed, mesh, now, run_check=False)
+    return result.redistribute(placements=placements)
 
 
 def in_places(tokens: Tensor, places: Tensor) -> Tensor:
@@ -251,7 +257,7 @@ def delta_rule(
         g, beta: `[rows, tokens, heads]`, or g for each feature of the keys.
     """
     given = (*args, kwargs["g"], kwargs["beta"])
-    query, key, value, g, beta = (ranks.as_rows(some, 1) for some in given)
+    query, key, value, g, beta = (ranks.as_rows(tensor, 1) for tensor in given)
     width, keys = value.shape[-1], key.shape[-1]
     unit = torch.eye(keys, dtype=torch.float32, device=value.device)
     begin = pad(unit.expand(len(value), value.shape[2], -1, -1), (width, 0))
@@ -280,7 +286,7 @@ def mamba_2(
         B, C: `[rows, tokens, groups of heads, state size]`.
     """
     x, dt, A, B, C = args
-    x, dt, B, C = (ranks.as_rows(some, 1) for some in (x, dt, B, C))
+    x, dt, B, C = (ranks.as_rows(tensor, 1) for tensor in (x, dt, B, C))
     both = kwargs.get("return_final_states")
     kwargs |= {"return_final_states": True, "initial_states": None}
     output, final = function(x, dt, A, B, C, **kwargs)
@@ -311,7 +317,7 @@ def mamba_1(
         B, C: `[rows, state size, tokens]`.
     """
     x, dt, A, B, C = args
-    x, dt, B, C = (ranks.as_rows(some, 2) for some in (x, dt, B, C))
+    x, dt, B, C = (ranks.as_rows(tensor, 2) for tensor in (x, dt, B, C))
     if kwargs.get("z") is not None:
         kwargs["z"] = ranks.as_rows(kwargs["z"], 2)
     both = kwargs.get("return_last_state")
@@ -341,7 +347,7 @@ def gated_linear(
         reset: `[rows, tokens, 1]`, whether a token forgets the state.
     """
     given = [kwargs.pop(n) for n in ("hidden_states", "recurrent_gate", "reset")]
-    hidden, gate, reset = (ranks.as_rows(some, 1) for some in given)
+    hidden, gate, reset = (ranks.as_rows(tensor, 1) for tensor in given)
     kwargs["recurrent_states"] = None
     output, final = function(module, hidden, gate, reset, **kwargs)
     decay = (gate * ~reset).to(final.dtype).cumprod(1)
@@ -362,9 +368,9 @@ def weighted_mean(
         key, value: `[rows, tokens, channels]`.
     """
     time_decay, time_first, *given = args
-    key, value = (ranks.as_rows(some, 1) for some in given)
+    key, value = (ranks.as_rows(tensor, 1) for tensor in given)
     final = function(time_decay, time_first, key, value, return_state=True)[1]
-    made = torch.stack([*final], 1)
+    sums_by_run = torch.stack([*final], 1)
     decay = -time_decay.exp() * key.shape[1]
 
     def step(state: Tensor, run: Tensor) -> Tensor:
@@ -375,9 +381,9 @@ def weighted_mean(
         sums = [old * b + new * m for b, m in zip(before, more, strict=True)]
         return torch.stack([*sums, largest], 1)
 
-    start = torch.zeros_like(made)
+    start = torch.zeros_like(sums_by_run)
     start[:, 2] = -1e38
-    state = [*ranks.states(start, step, made).unbind(1)]
+    state = [*ranks.states(start, step, sums_by_run).unbind(1)]
     output = function(time_decay, time_first, key, value, state=state)[0]
     return ranks.as_tokens(output, 1), None
 

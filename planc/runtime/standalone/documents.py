@@ -1,6 +1,6 @@
-"""Packed documents whose states do not see each other.
+"""Isolates the recurrent states of packed documents from each other.
 
-Attention tells the documents of a row apart where positions begin again. A recurrent
+Attention isolates the documents of a row where positions restart at 0. A recurrent
 state or a convolution does so only in a kernel that is given the document boundaries.
 Here the functions with such states run on each document separately: documents become
 rows, and their outputs return to their places. Each document gets the outputs that it
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from planc.runtime.standalone.pipeline import Inactive
 
 RESETS = "_reset_states"
-"""The attribute of a model whose states end with a document."""
+"""The attribute of a model whose recurrent states are reset at each document."""
 CURRENT = threading.local()
 """State of the model whose forward this thread runs, or recomputes: its `documents`,
 the `ranks` that each have a part of its rows (`StateRanks`), and the `rows` of experts
@@ -46,8 +46,8 @@ TOKENS = {
     "ZayaCCAProjection.forward": 1,
     "xLSTMBackend.forward": 2,
 }
-"""Code that passes states along a sequence, with the dim of its tokens: functions of a
-model's file, and methods and modules of a class of modules."""
+"""Functions of models' files, and methods and modules of their classes, that update
+recurrent states, with the dim of their tokens."""
 FUSED = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined")
 """Functions that return None without a kernel; then the model calls those above."""
 UNMASKED = (
@@ -55,11 +55,11 @@ UNMASKED = (
     "rwkv_linear_attention",
     "xLSTMBackend.forward",
 )
-"""Functions of models whose states see what a mask pads."""
+"""Functions of models whose recurrent states see padding, despite a mask."""
 MASK = "create_recurrent_attention_mask"
-"""The function of a model's file that makes the mask of its states."""
+"""The function of a model's file that creates the mask of its recurrent states."""
 REPLACED: set[Any] = set()
-"""The functions with which this file replaces others."""
+"""The functions that this file has wrapped."""
 OF_KERNELS = ("seq_idx", "cu_seqlens")
 STATED = (*OF_KERNELS, "cu_seq_lens_q")
 """Arguments that say where documents begin; the last is one of attention too."""
@@ -122,7 +122,7 @@ class Documents:
         self, function: Callable[..., Any], dim: int, args: Any, kwargs: Any
     ) -> Any:
         """The outputs of a function for each document alone, where tokens are."""
-        found = []
+        outputs = []
         flat = [self.flat(value, dim) for value in (*args, *kwargs.values())]
         for group in self.groups:
             given = [
@@ -130,8 +130,8 @@ class Documents:
                 for value, has in flat
             ]
             named = dict(zip(kwargs, given[len(args) :], strict=True))
-            found.append(function(*given[: len(args)], **named))
-        return self.join_documents(found, dim)
+            outputs.append(function(*given[: len(args)], **named))
+        return self.join_documents(outputs, dim)
 
     def flat(self, value: Any, dim: int) -> tuple[Any, bool]:
         """The tokens of all rows and one of zeros, and True; or a value without."""
@@ -140,13 +140,13 @@ class Documents:
         tokens = value.movedim(dim, 1).flatten(0, 1)
         return torch.cat([tokens, tokens.new_zeros(1, *tokens.shape[1:])]), True
 
-    def join_documents(self, found: list[Any], dim: int) -> Any:
+    def join_documents(self, outputs: list[Any], dim: int) -> Any:
         """Outputs in the order of tokens; None for final states, which have none."""
-        if isinstance(found[0], tuple | list):
-            parts = zip(*found, strict=True)
-            return tuple(self.join_documents([*some], dim) for some in parts)
+        if isinstance(outputs[0], tuple | list):
+            parts = zip(*outputs, strict=True)
+            return tuple(self.join_documents([*part], dim) for part in parts)
         flat = []
-        for value, group in zip(found, self.groups, strict=True):
+        for value, group in zip(outputs, self.groups, strict=True):
             documents, longest = group.shape
             if not isinstance(value, Tensor) or value.dim() <= dim:
                 return None
@@ -154,10 +154,10 @@ class Documents:
                 return None
             tokens = full_tensor(value).movedim(dim, 1)[:, :longest]
             flat.append(tokens.flatten(0, 1))
-        every = self.in_rows(take_rows(torch.cat(flat), self.order), dim)
-        if isinstance(every, DTensor):
-            every = every.redistribute(placements=found[0].placements)
-        return every
+        joined = self.in_rows(take_rows(torch.cat(flat), self.order), dim)
+        if isinstance(joined, DTensor):
+            joined = joined.redistribute(placements=outputs[0].placements)
+        return joined
 
     def in_rows(self, tokens: Tensor, dim: int) -> Tensor:
         return tokens.unflatten(0, (self.rows, self.length)).movedim(1, dim)
@@ -217,25 +217,27 @@ def batch_documents(
     tokens = batch.get("input_ids")
     tokens = batch.get("inputs_embeds") if tokens is None else tokens
     stated = {n: v for n in STATEMENTS if isinstance(v := batch.get(n), Tensor)}
-    found = {n: beginnings(n, v, tokens) for n, v in stated.items()}
-    every = {name: begins for name, begins in found.items() if begins is not None}
+    begins_by_name = {n: beginnings(n, v, tokens) for n, v in stated.items()}
+    known_begins = {
+        name: begins for name, begins in begins_by_name.items() if begins is not None
+    }
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 2:  # where positions say nothing
-        wrong = [n for n in STATED if n in every and bool(every[n].any())]
+        wrong = [n for n in STATED if n in known_begins and bool(known_begins[n].any())]
         if wrong:
             text = "with an `attention_mask` attention does not keep documents apart"
             raise DocumentsError(f"{text}, which `{wrong[0]}` states: leave it out")
         mask = mask.bool()
         known = masks and (tokens is None or tokens.shape[:2] == mask.shape)
-        every = {"": mask.diff(dim=1, prepend=mask[:, :1])} if known else {}
-    first = next(iter(every), None)
-    for name, begins in every.items():
-        if first is not None and bool((begins != every[first]).any()):
+        known_begins = {"": mask.diff(dim=1, prepend=mask[:, :1])} if known else {}
+    first = next(iter(known_begins), None)
+    for name, begins in known_begins.items():
+        if first is not None and bool((begins != known_begins[first]).any()):
             text = f"`{first}` and `{name}` begin documents at other tokens"
             raise DocumentsError(text)
-    if first is None or not every[first].any():
+    if first is None or not known_begins[first].any():
         return None
-    begins = every[first]
+    begins = known_begins[first]
     return Documents(begins if tokens is None else begins.expand(len(tokens), -1))
 
 
@@ -248,10 +250,10 @@ def beginnings(name: str, value: Tensor, tokens: Tensor | None) -> Tensor | None
     if name != "position_ids":
         if tokens is None:
             return None
-        found = torch.zeros(tokens.shape[:2], dtype=torch.bool, device=value.device)
-        found.view(-1)[value[:-1].long()] = True
-        found[:, 0] = False
-        return found
+        begins = torch.zeros(tokens.shape[:2], dtype=torch.bool, device=value.device)
+        begins.view(-1)[value[:-1].long()] = True
+        begins[:, 0] = False
+        return begins
     if value.dim() == 3 and len(value) == 4:
         value = value[0]  # those of text, before those of images
     if value.dim() != 2:
@@ -333,7 +335,7 @@ def kernel_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def restore_in_recomputation(checkpoint: Callable[..., Any]) -> Any:
-    """A checkpoint that recomputes with what was known in its forward."""
+    """Wraps a checkpoint function to recompute with the documents of its forward."""
 
     def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         facts = {**vars(CURRENT)}
@@ -354,15 +356,15 @@ def restore_in_recomputation(checkpoint: Callable[..., Any]) -> Any:
 
 
 def of_all_stages(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a model, those of other stages of a rank too, which something else
-    stands for while one stage runs.
+    """All modules of a model, including the rank's other pipeline stages, which are
+    replaced by `Inactive` modules while one stage runs.
     """
     stand_ins = [m.module for m in model.modules() if isinstance(m, Inactive)]
     return chain.from_iterable(m.modules() for m in (model, *stand_ins))
 
 
 def carry_facts(model: nn.Module) -> None:
-    """Makes checkpoints recompute with what was known in their forward."""
+    """Makes a model's checkpoints recompute with the documents of their forward."""
     for module in of_all_stages(model):
         for name in ("checkpoint_fn", "_gradient_checkpointing_func"):
             if name in module.__dict__:
@@ -370,9 +372,10 @@ def carry_facts(model: nn.Module) -> None:
 
 
 class StateResets:
-    """Keeps the documents of a model's batches apart.
+    """Isolates the packed documents of a model's batches from each other.
 
-    What the model calls is replaced when the first batch with several in a row comes.
+    The model's functions are wrapped when the first batch with several documents in a
+    row arrives.
 
     Args:
         parts: the keys of `TOKENS` that the model has.
@@ -396,19 +399,19 @@ class StateResets:
         given = dict(zip(self.taken, args, strict=False)) | kwargs
         masks = self.masks and not given.get("use_cache")
         try:
-            CURRENT.documents = found = batch_documents(given, masks=masks)
+            CURRENT.documents = documents = batch_documents(given, masks=masks)
         except DocumentsError as error:
             raise self.raised(str(error)) from error
-        if found is None:
+        if documents is None:
             return None
-        found.raised = self.raised
-        found.parts = {*self.parts, *FUSED}
+        documents.raised = self.raised
+        documents.parts = {*self.parts, *FUSED}
         if not self.replaced:
             self.replaced = True
             replace_parts(model, self.parts)
         kwargs = {name: kwargs[name] for name in kwargs if name not in OF_KERNELS}
         if "position_ids" in self.taken and given.get("position_ids") is None:
-            kwargs |= {"position_ids": found.positions}
+            kwargs |= {"position_ids": documents.positions}
         if "use_cache" in self.taken:  # no text goes on after several documents
             kwargs |= {"use_cache": False}
         return args, kwargs
@@ -416,12 +419,12 @@ class StateResets:
     def leave(self, model: nn.Module, _args: Any, _output: Any) -> None:
         documents, CURRENT.documents = CURRENT.documents, self.before
         if documents is not None and documents.asked and not documents.kept:
-            text = "another function than transformers' hands states on"
+            text = "a function that is not transformers' updates recurrent states"
             raise self.raised(f"{text}, and is not told where documents begin")
 
 
 def replace_parts(model: nn.Module, parts: Set[str]) -> None:
-    """Replaces what the modules of a model call."""
+    """Wraps the functions with recurrent states that the modules of a model call."""
     carry_facts(model)
     for module in of_all_stages(model):
         if not parts.isdisjoint(called_names(type(module))):
@@ -453,7 +456,7 @@ def replace_of_class(module: nn.Module, kind: type, parts: Set[str]) -> None:
 
 def call_changed_modules(model: nn.Module) -> None:
     """Leaves kernels of a whole layer out where a plan has changed one of its modules:
-    they take its weights, and would pass by adapters, splits and products in 8 bits.
+    they read its weights, and would skip its adapters, splits and fp8 matmuls.
     """
     for module in of_all_stages(model):
         for kind in type(module).__mro__:
@@ -468,9 +471,12 @@ def call_changed_modules(model: nn.Module) -> None:
 
 def is_changed(module: nn.Module) -> bool:
     """Whether a module of a layer does more than torch's class does."""
-    own = type(module).__module__.partition(".")[0] in ("torch", "transformers")
+    library_class = type(module).__module__.partition(".")[0] in (
+        "torch",
+        "transformers",
+    )
     hooks = module._forward_hooks or module._forward_pre_hooks
-    return not own or bool(hooks) or "forward" in module.__dict__
+    return not library_class or bool(hooks) or "forward" in module.__dict__
 
 
 def passed_by(function: Callable[..., Any]) -> Any:
@@ -508,7 +514,7 @@ def ask(_module: nn.Module, _args: Any) -> None:
             facts.asked = True
 
 
-def replace(place: Any, name: str, made: Callable[..., Any], *given: Any) -> None:
+def replace(place: Any, name: str, wrap: Callable[..., Any], *given: Any) -> None:
     """Puts what is made of a function in its place, once; of a method, as a method, so
     that a copy of the module has its own.
     """
@@ -517,7 +523,7 @@ def replace(place: Any, name: str, made: Callable[..., Any], *given: Any) -> Non
         method = isinstance(plain, MethodType)
         function = plain.__func__ if method else plain
         if function not in REPLACED:
-            REPLACED.add(new := made(function, *given))
+            REPLACED.add(new := wrap(function, *given))
             setattr(place, name, MethodType(new, plain.__self__) if method else new)
 
 

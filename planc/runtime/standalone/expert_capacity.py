@@ -1,8 +1,8 @@
-"""Experts that take a limited number of each row's tokens, and drop the others.
+"""Experts with a capacity: each accepts a limited number of a row's tokens.
 
-A row has as many slots for an expert on every mesh, and as one process has them: which
-tokens are dropped depends on the row alone, not on the ranks that compute it, nor on
-padding, which takes no slot.
+The capacity of an expert for a row is that of one process, on every mesh. So the tokens
+that it drops depend only on the row, and neither on the ranks that compute it nor on
+padding, which is not counted.
 """
 
 from collections.abc import Callable, Sequence

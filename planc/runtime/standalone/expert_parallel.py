@@ -21,17 +21,17 @@ Share = tuple[Sizes, Sizes, Tensor]
 def mesh_of_experts(
     mesh: DeviceMesh, axes: tuple[str, ...], names: tuple[str, str], ranks: int
 ) -> DeviceMesh:
-    """The ranks along some axes as two dims: those with equal experts, then those that
-    divide the experts among them, innermost ranks first.
+    """Returns the ranks along some axes as a mesh of two dims: ranks with equal
+    experts, then ranks with different experts, which are the innermost ones.
 
     torch's `_flatten` would also create a process group of all these ranks, which
-    nothing uses. As there, the mesh keeps what was made of it.
+    nothing uses. As in `_flatten`, the mesh caches the result.
 
     Args:
         mesh: of all axes.
         axes: outermost first.
         names: of the two dims.
-        ranks: that divide the experts.
+        ranks: the number of expert-parallel ranks.
     """
     known = mesh.__dict__.setdefault("_of_experts", {})
     if (axes, ranks) not in known:
@@ -45,8 +45,8 @@ def mesh_of_experts(
             mesh_dim_names=names,
             _root_mesh=mesh,
         )
-    made: DeviceMesh = known[axes, ranks]
-    return made
+    expert_mesh: DeviceMesh = known[axes, ranks]
+    return expert_mesh
 
 
 # Exchanges ----------------------------------------------------------------------------
@@ -90,9 +90,9 @@ def all_rows(part: Tensor, count: int, group: Any) -> Tensor:
     each = -(-count // group.size())
     mine = part.new_zeros((each, *part.shape[1:]))
     mine[: len(part)] = part
-    every = part.new_empty((each * group.size(), *part.shape[1:]))
-    all_gather(every, mine, group=group)
-    return every[:count]
+    gathered = part.new_empty((each * group.size(), *part.shape[1:]))
+    all_gather(gathered, mine, group=group)
+    return gathered[:count]
 
 
 class SumGradients(torch.autograd.Function):  # type: ignore[misc]
@@ -162,7 +162,7 @@ def dispatch_experts(
     with_views(module, dict.fromkeys(names, rank_part))
     forward, order = counting(module, local), signature(module.forward)
     alike = None if shared is None else shared.get_group()
-    own = LocalExperts(forward, local, mesh.get_group(), chunks)
+    local_experts = LocalExperts(forward, local, mesh.get_group(), chunks)
     way = KINDS[dispatch, batched] if isinstance(dispatch, str) else dispatch
 
     @wraps(forward)
@@ -172,12 +172,12 @@ def dispatch_experts(
             experts = local * mesh.size()
             tokens = [hidden.view(experts, -1, hidden.shape[-1]).transpose(0, 1)]
         else:
-            some = (hidden, *routed)
-            tokens = [one.reshape(-1, one.shape[-1]) for one in some]
+            inputs = (hidden, *routed)
+            tokens = [rows.reshape(-1, rows.shape[-1]) for rows in inputs]
         count = len(tokens[0])
         if alike is not None:
-            tokens = [TakePart.apply(one, alike) for one in tokens]
-        out = way(own, *tokens)
+            tokens = [TakePart.apply(rows, alike) for rows in tokens]
+        out = way(local_experts, *tokens)
         if alike is not None:
             out = JoinParts.apply(out, count, alike)
         return (out.transpose(0, 1) if batched else out).reshape(hidden.shape)
@@ -234,75 +234,81 @@ def in_turn(chunks: list[Iterator[Tensor]]) -> Tensor:
             and then gives what came back.
     """
     next(chunks[0])
-    for one, after in zip_longest(chunks, chunks[1:]):
+    for current, after in zip_longest(chunks, chunks[1:]):
         if after is not None:
             next(after)
-        next(one)
-    made = [next(one) for one in chunks]
-    return made[0] if len(made) == 1 else torch.cat(made)
+        next(current)
+    outputs = [next(current) for current in chunks]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def by_all_to_all(
-    own: LocalExperts, hidden: Tensor, index: Tensor, weights: Tensor
+    experts: LocalExperts, hidden: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
     """Sends each token to the ranks of its experts, and adds up what they send back."""
-    parts = [one.tensor_split(own.chunks) for one in (hidden, index, weights)]
-    ways = shares(own, [one.flatten() for one in parts[1]])
-    return in_turn([chunk(own, *some) for some in zip(*parts, ways, strict=True)])
+    parts = [tensor.tensor_split(experts.chunks) for tensor in (hidden, index, weights)]
+    ways = shares(experts, [tensor.flatten() for tensor in parts[1]])
+    return in_turn(
+        [chunk(experts, *inputs) for inputs in zip(*parts, ways, strict=True)]
+    )
 
 
 def chunk(
-    own: LocalExperts, hidden: Tensor, index: Tensor, weights: Tensor, way: Share
+    experts: LocalExperts, hidden: Tensor, index: Tensor, weights: Tensor, way: Share
 ) -> Iterator[Tensor]:
     """Some tokens on their way, as of `in_turn`."""
     (count, chosen), (sent, received, numbers) = index.shape, way
     # an index beyond the experts stands for none
     order = index.flatten().argsort(stable=True)[: sum(sent)]
-    rows = own.send(hidden[order // chosen], sent, received)
-    shares = own.send(weights.flatten()[order], sent, received)
+    rows = experts.send(hidden[order // chosen], sent, received)
+    shares = experts.send(weights.flatten()[order], sent, received)
     yield hidden
     # nothing here holds the rows that were sent and received
-    back = own.send(
-        compute_rows(own.forward, rows(), numbers, shares()), received, sent
+    back = experts.send(
+        compute_rows(experts.forward, rows(), numbers, shares()), received, sent
     )
     yield hidden
     out = back()
-    every = out.new_zeros((count * chosen, out.shape[-1]))
-    every[order] = out  # which keeps no rows for backward, as index_copy would
-    yield every.view(count, chosen, out.shape[-1]).sum(1)
+    outputs = out.new_zeros((count * chosen, out.shape[-1]))
+    outputs[order] = out  # which keeps no rows for backward, as index_copy would
+    yield outputs.view(count, chosen, out.shape[-1]).sum(1)
 
 
-def shares(own: LocalExperts, flats: list[Tensor]) -> list[Share]:
+def shares(experts: LocalExperts, flats: list[Tensor]) -> list[Share]:
     """For each chunk: the number of rows sent to each rank, the number received from
     each, and the local expert of each received row.
 
     Args:
-        own: the experts of this rank.
+        experts: the experts of this rank.
         flats: the experts of the tokens of each chunk.
     """
-    local, ranks, count = own.count, own.group.size(), len(flats)
-    every = [torch.bincount(f, minlength=ranks * local)[: ranks * local] for f in flats]
-    sizes = torch.stack(every, 1)  # [ranks * local, chunks], as ranks read it
+    local, ranks, count = experts.count, experts.group.size(), len(flats)
+    counts = [
+        torch.bincount(f, minlength=ranks * local)[: ranks * local] for f in flats
+    ]
+    sizes = torch.stack(counts, 1)  # [ranks * local, chunks], as ranks read it
     theirs = torch.empty_like(sizes)
-    distributed.all_to_all_single(theirs, sizes, group=own.group)
+    distributed.all_to_all_single(theirs, sizes, group=experts.group)
     sent = sizes.view(ranks, local, count).sum(1).T.tolist()
     received = theirs.view(ranks, local, count).sum(1).T.tolist()
     numbers = torch.arange(local, device=sizes.device).repeat(ranks)
-    own_rows = (numbers.repeat_interleave(some) for some in theirs.T)
+    own_rows = (numbers.repeat_interleave(column) for column in theirs.T)
     return [*zip(sent, received, own_rows, strict=True)]
 
 
 def by_all_reduce(
-    own: LocalExperts, hidden: Tensor, index: Tensor, weights: Tensor
+    experts: LocalExperts, hidden: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
     """Computes this rank's experts for all tokens, and adds up the ranks' results."""
-    group = own.group
-    hidden, weights = (SumGradients.apply(one, group) for one in (hidden, weights))
-    numbers = index.flatten() - group.rank() * own.count
-    [mine] = torch.where((numbers >= 0) & (numbers < own.count))
+    group = experts.group
+    hidden, weights = (
+        SumGradients.apply(tensor, group) for tensor in (hidden, weights)
+    )
+    numbers = index.flatten() - group.rank() * experts.count
+    [mine] = torch.where((numbers >= 0) & (numbers < experts.count))
     rows = mine // index.shape[1]
     shares = weights.flatten()[mine]
-    out = compute_rows(own.forward, hidden[rows], numbers[mine], shares)
+    out = compute_rows(experts.forward, hidden[rows], numbers[mine], shares)
     total = out.new_zeros(hidden.shape).index_add(0, rows, out)
     return SumOutputs.apply(total, group)
 
@@ -322,40 +328,44 @@ def compute_rows(
     return none + rows + shares[:, None].to(rows.dtype)  # gradients go back through all
 
 
-def batches_by_all_to_all(own: LocalExperts, tokens: Tensor) -> Tensor:
+def batches_by_all_to_all(experts: LocalExperts, tokens: Tensor) -> Tensor:
     """Sends each expert's tokens [tokens, experts, hidden] to its rank, and back."""
-    count, ranks = len(tokens), own.group.size()
+    count, ranks = len(tokens), experts.group.size()
     counts = torch.empty(ranks, dtype=torch.int64, device=tokens.device)
     mine = torch.full((1,), count, dtype=torch.int64, device=tokens.device)
-    all_gather(counts, mine, group=own.group)
-    parts, every = tokens.tensor_split(own.chunks), counts.tolist()
+    all_gather(counts, mine, group=experts.group)
+    parts, counts_by_rank = tokens.tensor_split(experts.chunks), counts.tolist()
     cut = (
-        [n // own.chunks + (at < n % own.chunks) for n in every]
-        for at in range(own.chunks)
+        [n // experts.chunks + (at < n % experts.chunks) for n in counts_by_rank]
+        for at in range(experts.chunks)
     )
-    return in_turn([batch_chunk(own, *some) for some in zip(parts, cut, strict=True)])
+    return in_turn(
+        [batch_chunk(experts, *inputs) for inputs in zip(parts, cut, strict=True)]
+    )
 
 
-def batch_chunk(own: LocalExperts, tokens: Tensor, counts: Sizes) -> Iterator[Tensor]:
+def batch_chunk(
+    experts: LocalExperts, tokens: Tensor, counts: Sizes
+) -> Iterator[Tensor]:
     """Some tokens of each expert on their way, as of `in_turn`; `counts` by rank."""
-    local, ranks, (count, _, hidden) = own.count, own.group.size(), tokens.shape
+    local, ranks, (count, _, hidden) = experts.count, experts.group.size(), tokens.shape
     rows = tokens.reshape(count, ranks, local * hidden).transpose(0, 1).flatten(0, 1)
-    there = own.send(rows, sent := [count] * ranks, counts)
+    there = experts.send(rows, sent := [count] * ranks, counts)
     yield tokens
-    out = batch(own.forward, there().view(-1, local, hidden)).flatten(1)
-    back = own.send(out, counts, sent)
+    out = batch(experts.forward, there().view(-1, local, hidden)).flatten(1)
+    back = experts.send(out, counts, sent)
     yield tokens
     out = back().view(ranks, count, local * hidden)
     yield out.transpose(0, 1).reshape(tokens.shape)
 
 
-def batches_by_all_reduce(own: LocalExperts, tokens: Tensor) -> Tensor:
+def batches_by_all_reduce(experts: LocalExperts, tokens: Tensor) -> Tensor:
     """Computes this rank's experts for all tokens, and adds the others' results."""
-    first, last = (own.count * (own.group.rank() + i) for i in (0, 1))
-    tokens = SumGradients.apply(tokens, own.group)
+    first, last = (experts.count * (experts.group.rank() + i) for i in (0, 1))
+    tokens = SumGradients.apply(tokens, experts.group)
     total = tokens.new_zeros(tokens.shape)
-    total[:, first:last] = batch(own.forward, tokens[:, first:last])
-    return SumOutputs.apply(total, own.group)
+    total[:, first:last] = batch(experts.forward, tokens[:, first:last])
+    return SumOutputs.apply(total, experts.group)
 
 
 def batch(forward: Forward, tokens: Tensor) -> Tensor:

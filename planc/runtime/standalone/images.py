@@ -1,4 +1,4 @@
-"""Images and videos as units of a batch: a row has those that fill its placeholders."""
+"""Assigns the images and videos of a batch to its rows, by their placeholder tokens."""
 
 from collections.abc import Mapping
 from itertools import accumulate
@@ -28,15 +28,15 @@ OF_IMAGES = {
 them: of this one some models concatenate the patches of all.
 """
 Tokens = Mapping[str, int]
-"""The id of the token that images take the place of, by the key of `OF_IMAGES`."""
+"""The id of the placeholder token, by the key of `OF_IMAGES`."""
 
 
 class ImagesError(ValueError):
-    """Images that cannot be told apart, or that belong to no row."""
+    """Images that cannot be separated, or that belong to no row."""
 
 
 def placeholders(config: Any) -> dict[str, int]:
-    """The tokens of a model that images and videos take the place of."""
+    """The placeholder tokens of a model for images and videos."""
     found = {}
     for first, kind in (("pixel_values", "image"), ("pixel_values_videos", "video")):
         names = (f"{kind}_token_id", f"{kind}_token_index")
@@ -68,7 +68,7 @@ def patches(batch: Mapping[str, Any], first: str) -> list[int]:
 def some_images(
     batch: Mapping[str, Any], first: str, start: int, stop: int
 ) -> dict[str, Any]:
-    """The arguments of images `start` to `stop`; those that are lists, too.
+    """Selects images `start` to `stop` from all arguments with a value per image.
 
     Raises:
         ImagesError: an argument has another number of images.
@@ -91,11 +91,11 @@ def some_images(
 
 
 def images_of_rows(batch: Mapping[str, Any], first: str, token: int) -> list[int]:
-    """The number of images before each row, and in all.
+    """The number of images before each row, followed by the total number.
 
-    An image has as many placeholders as its patches, times a number that is the same
-    for all. Where no argument says how many patches each has, and there are as many
-    runs of placeholders as images, each run is one.
+    The placeholders of an image are proportional to its patches. If no argument states
+    the numbers of patches, and there is one run of placeholders for each image, each
+    run is an image.
 
     Raises:
         ImagesError: a row ends within an image.
@@ -118,17 +118,19 @@ def images_of_rows(batch: Mapping[str, Any], first: str, token: int) -> list[int
 def rows_of_images(
     batch: Mapping[str, Any], count: int, tokens: Tokens
 ) -> list[dict[str, Any]]:
-    """The arguments of images of each of some parts of a batch, of equally many rows;
-    those of a part without images are None. Where images are arguments with a value for
-    each row, or have no placeholders, they are not here.
+    """Splits the image arguments of a batch into parts of equal numbers of rows.
 
     Args:
-        batch: rows on dim 0 of `input_ids`.
-        count: of parts; it divides the rows.
-        tokens: of the model.
+        batch: the arguments of the model, with rows on dim 0 of `input_ids`.
+        count: the number of parts; it divides the number of rows.
+        tokens: the placeholder tokens of the model.
+
+    Returns:
+        The image arguments of each part, with values None in a part without images.
+        Arguments with a value per row, or without placeholders, are left out.
 
     Raises:
-        ImagesError: images cannot be told apart.
+        ImagesError: images cannot be separated.
     """
     parts: list[dict[str, Any]] = [{} for _ in range(count)]
     ids = batch.get("input_ids")
@@ -153,5 +155,5 @@ def rows_of_images(
 
 
 def nothing_of(features: list[Tensor]) -> Tensor:
-    """A zero that depends on all features, so that their gradients are zero."""
+    """Returns a zero that depends on all features, so that their gradients are zero."""
     return torch.stack([feature[:0].sum().float() for feature in features]).sum()

@@ -57,8 +57,8 @@ def keep_in(model: nn.Module, dtype: torch.dtype, fp32: str = "") -> None:
     """Casts parameters to the dtype of the load section; some stay in float32."""
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():
-            own = torch.float32 if fp32 and re.fullmatch(fp32, name) else dtype
-            parameter.data = parameter.data.to(own)
+            kept_dtype = torch.float32 if fp32 and re.fullmatch(fp32, name) else dtype
+            parameter.data = parameter.data.to(kept_dtype)
 
 
 def on_meta(model: nn.Module) -> None:
@@ -70,13 +70,13 @@ def on_meta(model: nn.Module) -> None:
 # Names and shapes ---------------------------------------------------------------------
 
 
-def first_found(found: list[Any], group: Any = None) -> list[Any]:
+def first_found(findings: list[Any], group: Any = None) -> list[Any]:
     """This rank's findings, else those of the first rank with some; a collective."""
-    everyone: list[Any] = [found]
+    everyone: list[Any] = [findings]
     if distributed.get_world_size(group) > 1:
         everyone = [None] * distributed.get_world_size(group)
-        distributed.all_gather_object(everyone, found, group=group)
-    return next(filter(None, [found, *everyone]), [])
+        distributed.all_gather_object(everyone, findings, group=group)
+    return next(filter(None, [findings, *everyone]), [])
 
 
 def match_tensors(
@@ -102,21 +102,23 @@ def match_tensors(
     known = rename_for_model(model, stored, {*tensors, *others})
     inside = {name: stored[key] for key, name in known.items() if name not in others}
     adapters = any(map(is_adapter, inside))
-    found: dict[str, StoredTensor] = {}
+    matches: dict[str, StoredTensor] = {}
     missing: list[str] = []
     wrong: list[str] = []
     for names in tied_names(model):
         present = [name for name in names if name in inside]
         if present:
-            found[names[0]] = inside[present[0]]
+            matches[names[0]] = inside[present[0]]
         elif names[0] not in without and (adapters or not is_adapter(names[0])):
             missing.append(names[0])
         tensor = tensors[names[0]]
         shape = four[names[0]].source[0] if names[0] in four else tuple(tensor.shape)
         if names[0] in scalars and any(_is_scalar_in_file(inside[n]) for n in present):
             shape = ()
-        every = (difference(name, tensor, shape, inside[name]) for name in present)
-        wrong += filter(None, every)
+        differences = (
+            difference(name, tensor, shape, inside[name]) for name in present
+        )
+        wrong += filter(None, differences)
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     ignored = [r"rotary_emb\.inv_freq$", *ignored]  # older libraries stored it
     extra = [name for name in inside if name not in tensors]
@@ -125,7 +127,7 @@ def match_tensors(
     problems += [f"{folder} lacks {listed_names(missing)}"] if missing else []
     problems += [f"{text} {listed_names(extra)}"] if extra else []
     problems += [f"{folder} has other shapes: {'; '.join(wrong)}"] if wrong else []
-    return found
+    return matches
 
 
 def on_other_stages(model: nn.Module) -> set[str]:
@@ -143,10 +145,10 @@ def rename_for_model(
     model with a head (`transformer.`), and vice versa.
     """
     base = f"{getattr(model, 'base_model_prefix', '') or ''}."
-    found = list(stored)
+    names = list(stored)
 
     def apply(way: Callable[[str], str]) -> dict[str, str]:
-        return {name: way(name) if way(name) in known else name for name in found}
+        return {name: way(name) if way(name) in known else name for name in names}
 
     ways = [
         apply(str),
@@ -207,8 +209,8 @@ def materialize(model: nn.Module, values: Mapping[int, Tensor], device: str) -> 
             ):
                 home = "cpu" if id(parameter) in host else device
                 fresh = torch.empty_like(parameter.detach(), device=home)
-                made = nn.Parameter(fresh, requires_grad=parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, made)
+                replacement = nn.Parameter(fresh, requires_grad=parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, replacement)
                 seen.add(id(parameter))
         for name, buffer in module._buffers.items():
             if buffer is None or not buffer.is_meta:
@@ -230,7 +232,7 @@ def materialize(model: nn.Module, values: Mapping[int, Tensor], device: str) -> 
 
 
 def targets(
-    model: nn.Module, found: Mapping[str, StoredTensor]
+    model: nn.Module, matches: Mapping[str, StoredTensor]
 ) -> list[tuple[Tensor, StoredTensor | None, Order | None, Any]]:
     """(tensor, stored tensor, storage order, 4-bit layer) of each tensor.
 
@@ -239,18 +241,18 @@ def targets(
     tensors, orders = dict(named_tensors(model)), rank_orders(model)
     four = four_bit_layers(model)
     names = [group[0] for group in tied_names(model) if not is_adapter(group[0])]
-    return [(tensors[n], found.get(n), orders.get(n), four.get(n)) for n in names]
+    return [(tensors[n], matches.get(n), orders.get(n), four.get(n)) for n in names]
 
 
-def read_slices(model: nn.Module, found: Mapping[str, StoredTensor]) -> None:
+def read_slices(model: nn.Module, matches: Mapping[str, StoredTensor]) -> None:
     """Reads the slices of this rank from the files.
 
     Args:
         model: a model that is allocated.
-        found: the stored tensor for each tensor, by the first of its names.
+        matches: the stored tensor for each tensor, by the first of its names.
     """
     with torch.no_grad():
-        for tensor, stored, order, layer in targets(model, found):
+        for tensor, stored, order, layer in targets(model, matches):
             if stored is None:
                 raise ValueError("a tensor of the model has no values")
             if layer is None:
@@ -258,23 +260,23 @@ def read_slices(model: nn.Module, found: Mapping[str, StoredTensor]) -> None:
                 continue
             # only one unquantized weight is in memory at a time
             _, dtype, ranges = layer.source
-            sizes = [sum(stop - start for start, stop in some) for some in ranges]
+            sizes = [sum(stop - start for start, stop in runs) for runs in ranges]
             weight = torch.empty(sizes, dtype=dtype)
             stored.copy_to(weight, ranges)
             layer.keep(weight)
 
 
 def read_rank0(
-    model: nn.Module, found: Mapping[str, StoredTensor], device: str
+    model: nn.Module, matches: Mapping[str, StoredTensor], device: str
 ) -> None:
     """Rank 0 reads each full tensor and broadcasts it; every rank copies its slices.
 
     Args:
         model: a model that is allocated.
-        found: on rank 0 as for `read_slices`; unused on other ranks.
+        matches: on rank 0 as for `read_slices`; unused on other ranks.
         device: the device type of the process group.
     """
-    wanted = targets(model, found)
+    wanted = targets(model, matches)
     # the model's dtype, because only rank 0 knows the file's
     kinds = [
         (tuple(t.shape), t.dtype) if w is None else w.source[:2] for t, *_, w in wanted
@@ -319,7 +321,7 @@ def tensors_in_checkpoint(
         names: the names of the model's tensors.
     """
     start = "model." if any(f"model.{name}" in metadata for name in names) else ""
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for key, meta in metadata.items():
         other = key == "step" or key.startswith("optimizer.")
         if other or not key.startswith(start) or not hasattr(meta, "size"):
@@ -327,16 +329,16 @@ def tensors_in_checkpoint(
         dtype = meta.properties.dtype
         plain = dtype.is_floating_point and dtype.itemsize > 1
         kind = "F" if plain else str(dtype).removeprefix("torch.").upper()
-        found[key[len(start) :]] = StoredTensor(folder, key, tuple(meta.size), kind)
-    return found
+        tensors[key[len(start) :]] = StoredTensor(folder, key, tuple(meta.size), kind)
+    return tensors
 
 
 def checkpoint_targets(
-    model: nn.Module, found: Mapping[str, StoredTensor]
+    model: nn.Module, matches: Mapping[str, StoredTensor]
 ) -> dict[str, Tensor]:
     """The tensors that torch.distributed.checkpoint loads, by the checkpoint's keys."""
     tensors, orders = dict(named_tensors(model)), rank_orders(model)
-    return {s.name: storable(tensors[n], orders.get(n)) for n, s in found.items()}
+    return {s.name: storable(tensors[n], orders.get(n)) for n, s in matches.items()}
 
 
 # Entry points of emitted scripts ------------------------------------------------------
@@ -360,18 +362,18 @@ def checked_files(
         ValueError: all names and shapes that do not fit, on every rank.
     """
     problems: list[str] = []
-    found: dict[str, StoredTensor] = {}
+    matches: dict[str, StoredTensor] = {}
     stored = tensors_in_folder(Path(folder), problems) if reads else {}
     if plain is not None:
         stored = plain(stored, problems)
     if reads and not problems:
-        found = match_tensors(model, stored, Path(folder), problems)
+        matches = match_tensors(model, stored, Path(folder), problems)
         if len(problems) > 1:
             other = "of another form, such as one with one tensor for each expert"
             problems.append(f"a checkpoint {other}, is for planc's Run.load")
         if any(map(is_adapter, stored)):
             problems.append("adapters among them are for planc's Run.load_adapters")
-    return found, agreed_buffers(model, problems)
+    return matches, agreed_buffers(model, problems)
 
 
 def checked_checkpoint(
@@ -379,17 +381,17 @@ def checked_checkpoint(
 ) -> tuple[dict[str, StoredTensor], dict[int, Tensor]]:
     """Like `checked_files`, for a folder of `torch.distributed.checkpoint`."""
     problems: list[str] = []
-    found: dict[str, StoredTensor] = {}
+    matches: dict[str, StoredTensor] = {}
     try:
         metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
         names = dict(named_tensors(model))
         stored = tensors_in_checkpoint(Path(folder), metadata, names)
-        found = match_tensors(model, stored, Path(folder), problems)
+        matches = match_tensors(model, stored, Path(folder), problems)
     except Exception as error:
         problems.append(f"{folder} cannot be read: {error}")
     if four_bit_layers(model):
         problems = ["weights in 4 bits are read from safetensors"]
-    return found, agreed_buffers(model, problems)
+    return matches, agreed_buffers(model, problems)
 
 
 def agreed_buffers(model: nn.Module, problems: list[str]) -> dict[int, Tensor]:
@@ -397,15 +399,15 @@ def agreed_buffers(model: nn.Module, problems: list[str]) -> dict[int, Tensor]:
     values, lost = computed_buffers(model)
     text = f"no file holds and no module can recompute {listed_names(lost)}"
     problems += [text] if lost else []
-    if found := first_found(problems):
-        raise ValueError("nothing was loaded: " + "; ".join(found))
+    if findings := first_found(problems):
+        raise ValueError("nothing was loaded: " + "; ".join(findings))
     return values
 
 
 def read_checkpoint(
-    model: nn.Module, found: Mapping[str, StoredTensor], folder: str
+    model: nn.Module, matches: Mapping[str, StoredTensor], folder: str
 ) -> None:
     """Reads the slices of this rank from a `torch.distributed.checkpoint`."""
     with torch.no_grad():
         reader = FileSystemReader(folder)
-        load(checkpoint_targets(model, found), storage_reader=reader)
+        load(checkpoint_targets(model, matches), storage_reader=reader)

@@ -54,7 +54,7 @@ class Stages:
         copies: (stages, names, modules) of parameters that other stages share.
         given, states: arguments of blocks that are sent beside hidden states.
         schedule, microbatches: of a step.
-        timetable: the passes of each rank, where these are the schedule.
+        rank_passes: the passes of each rank, where these are the schedule.
         added: after how many of the first blocks features of images are added, if the
             first stage has fewer; else 0.
     """
@@ -77,7 +77,7 @@ class Stages:
         copies: Sequence[Any] = (),
         given: Sequence[str] = (),
         states: Sequence[str] = (),
-        timetable: Sequence[str] = (),
+        rank_passes: Sequence[str] = (),
         added: int = 0,
     ) -> None:
         self.mesh, self.own, self.bounds = mesh, tuple(own), tuple(bounds)
@@ -86,7 +86,7 @@ class Stages:
             schedule,
             microbatches,
         )
-        self.timetable = tuple(timetable)
+        self.rank_passes = tuple(rank_passes)
         text = model.get_submodule(blocks.rpartition(".")[0])
         self.features = SentFeatures(text, self.bounds, added) if added else None
         self.count = len(bounds) - 1
@@ -239,8 +239,8 @@ class Stages:
 
     @contextmanager
     def _only(self, stage: int) -> Iterator[None]:
-        """Other stages of this rank are passed through, by modules in their places:
-        checkpoints and hooks keep theirs.
+        """Replaces the modules of this rank's other stages by modules that pass their
+        input through. Checkpoint wrappers and hooks keep the original modules.
         """
         others = [place for place in self._inactive if self._places[place][1] != stage]
         first, end = self.bounds[stage : stage + 2]
@@ -281,11 +281,11 @@ class Stages:
 
 
 class Inactive(nn.Module):  # type: ignore[misc]
-    """Stands in the place of a module while another stage of its rank runs.
+    """Replaces a module while another stage of its rank runs.
 
     Args:
-        module: whose attributes the model's code may read.
-        forward: takes the place of the module's.
+        module: the replaced module, whose attributes the model's code may read.
+        forward: the forward to run instead of the module's.
     """
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -338,8 +338,8 @@ def stages_of(model: nn.Module) -> Stages | None:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The local tensor that a rank sends; no view, as some schedules detach it in
-    place.
+    """The local tensor that a rank sends. It is not a view, because some schedules
+    detach it in place.
     """
     own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     passed_on = own.is_leaf and own.requires_grad  # it was received

@@ -33,12 +33,12 @@ are in the hidden states that a later stage receives.
 """
 
 
-class TimetableSchedule(schedules._PipelineScheduleRuntime):  # type: ignore[misc]
+class FileSchedule(schedules._PipelineScheduleRuntime):  # type: ignore[misc]
     """A plan's own passes of each rank; torch adds the sends and receives."""
 
     def __init__(self, stages: list[Any], count: int, **terms: Any) -> None:
         super().__init__(stages, count, **terms)
-        rows = enumerate(stages[0].section.stages.timetable)
+        rows = enumerate(stages[0].section.stages.rank_passes)
         action = schedules._Action.from_str
         self.pipeline_order = {i: [*map(action, row.split(","))] for i, row in rows}
         self._prepare_schedule_with_comms(self.pipeline_order)
@@ -51,8 +51,8 @@ SCHEDULES: dict[str, Any] = {
     "zero_bubble": schedules.ScheduleInterleavedZeroBubble,
     "zbv": schedules.ScheduleZBVZeroBubble,
     "dualpipe_v": schedules.ScheduleDualPipeV,
-    "timetable": TimetableSchedule,
-    "timetable_v": TimetableSchedule,
+    "timetable": FileSchedule,
+    "timetable_v": FileSchedule,
 }
 
 

@@ -47,13 +47,13 @@ def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
     A tied tensor is repeated for each of its names.
     """
-    found: list[tuple[str, Tensor]] = []
+    tensors: list[tuple[str, Tensor]] = []
     for path, module in model.named_modules(remove_duplicate=False):
         kept = {**module._parameters, **module._buffers}
         for name, tensor in kept.items():
             if tensor is not None and name not in module._non_persistent_buffers_set:
-                found.append((plain_name(f"{path}.{name}" if path else name), tensor))
-    return found
+                tensors.append((plain_name(f"{path}.{name}" if path else name), tensor))
+    return tensors
 
 
 def tied_names(model: nn.Module) -> list[tuple[str, ...]]:
@@ -107,8 +107,8 @@ def groups_of(unit: Any) -> list[Any]:
 def on_host(model: nn.Module) -> set[int]:
     """The ids of the parameters whose shards are offloaded to the CPU."""
     units = fsdp_units(model)
-    every = [p for unit in units for g in groups_of(unit) for p in g.fsdp_params]
-    return {id(p.sharded_param) for p in every if p.offload_to_cpu}
+    parameters = [p for unit in units for g in groups_of(unit) for p in g.fsdp_params]
+    return {id(p.sharded_param) for p in parameters if p.offload_to_cpu}
 
 
 # Order --------------------------------------------------------------------------------
@@ -185,17 +185,17 @@ def slices_of(tensor: Tensor, order: Order | None = None) -> tuple[Runs, ...]:
     """
     if not isinstance(tensor, DTensor):
         return tuple(((0, size),) for size in tensor.shape)
-    found = chunk_positions(tensor)
-    if found is None:
+    positions = chunk_positions(tensor)
+    if positions is None:
         sizes = tuple(tensor.device_mesh.shape)
         at = tuple(tensor.device_mesh.get_coordinate())
-        found = positions_of(tuple(tensor.shape), sizes, at, tensor.placements)
-        counts = tuple(len(p) for p in found)
+        positions = positions_of(tuple(tensor.shape), sizes, at, tensor.placements)
+        counts = tuple(len(p) for p in positions)
         here = tuple(part_of(tensor).shape)
         if counts != here and 0 not in (prod(counts), prod(here)):
             what = f"a shard of {tensor.placements} is {here}"
             raise RuntimeError(f"{what}, its ranges give {counts}")
-    return model_ranges(found, order)
+    return model_ranges(positions, order)
 
 
 def chunk_positions(tensor: Tensor) -> list[Tensor] | None:
@@ -224,7 +224,7 @@ def positions_of(
     first. It records that by a strided shard whose split factor is the number of inner
     shards; strided shards are split last.
     """
-    found = [torch.arange(size) for size in shape]
+    positions = [torch.arange(size) for size in shape]
     late: list[tuple[int, Any]] = []
     for axis, placement in enumerate(placements):
         if not splits(placement):
@@ -236,12 +236,12 @@ def positions_of(
         if factor > 1 and factor == inside:
             late.append((axis, Shard(dim)))
         else:
-            own = (len(shape), sizes[axis], coordinate[axis])
-            found[dim] = chunk_of(placement, found[dim], *own)
+            bounds = (len(shape), sizes[axis], coordinate[axis])
+            positions[dim] = chunk_of(placement, positions[dim], *bounds)
     for axis, last in reversed(late):
-        own = (len(shape), sizes[axis], coordinate[axis])
-        found[last.dim] = chunk_of(last, found[last.dim], *own)
-    return found
+        bounds = (len(shape), sizes[axis], coordinate[axis])
+        positions[last.dim] = chunk_of(last, positions[last.dim], *bounds)
+    return positions
 
 
 def chunk_of(
@@ -260,8 +260,10 @@ def model_ranges(positions: list[Tensor], order: Order | None) -> tuple[Runs, ..
     """
     if order is not None:
         dim, ranges = order
-        own = torch.cat([torch.arange(start, stop) for start, stop in ranges])
-        positions[dim] = own[positions[dim]]
+        model_positions = torch.cat(
+            [torch.arange(start, stop) for start, stop in ranges]
+        )
+        positions[dim] = model_positions[positions[dim]]
     return tuple(ranges_of(p) for p in positions)
 
 
@@ -276,9 +278,9 @@ def ranges_of(positions: Tensor) -> Runs:
 
 def select_ranges(full: Tensor, ranges: Sequence[Runs]) -> Tensor:
     """The concatenated ranges of a full tensor; a view if each dim has one range."""
-    for dim, some in enumerate(ranges):
-        if some != ((0, full.shape[dim]),):
-            parts = [full.narrow(dim, start, stop - start) for start, stop in some]
+    for dim, runs in enumerate(ranges):
+        if runs != ((0, full.shape[dim]),):
+            parts = [full.narrow(dim, start, stop - start) for start, stop in runs]
             parts = parts or [full.narrow(dim, 0, 0)]
             full = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
     return full
@@ -287,10 +289,10 @@ def select_ranges(full: Tensor, ranges: Sequence[Runs]) -> Tensor:
 def blocks_of(ranges: Sequence[Runs]) -> Iterator[Block]:
     """The blocks of a rank with these ranges."""
     placed: list[list[tuple[slice, slice]]] = []
-    for some in ranges:
+    for runs in ranges:
         at = 0
         along: list[tuple[slice, slice]] = []
-        for start, stop in some:
+        for start, stop in runs:
             along.append((slice(at, at + stop - start), slice(start, stop)))
             at += stop - start
         placed.append(along)
@@ -304,13 +306,13 @@ def block_in(block: Block, window: Iterable[range]) -> Block | None:
     """
     inner: list[slice] = []
     outer: list[slice] = []
-    for own, full, some in zip(*block, window, strict=True):
-        first, step = some.start, some.step
+    for local, full, chosen in zip(*block, window, strict=True):
+        first, step = chosen.start, chosen.step
         at = max(0, -(-(full.start - first) // step))
-        end = min(len(some), -(-(full.stop - first) // step))
+        end = min(len(chosen), -(-(full.stop - first) // step))
         if at >= end:
             return None
-        start = own.start - full.start + first + at * step
+        start = local.start - full.start + first + at * step
         inner.append(slice(start, start + (end - at - 1) * step + 1, step))
         outer.append(slice(at, end))
     return tuple(inner), tuple(outer)

@@ -1,9 +1,9 @@
-"""Towers of images and of sound on data ranks whose batches have none.
+"""Vision and audio encoders ("towers") on data ranks whose batches have no such inputs.
 
-FSDP gathers a tower's weights, and reduces their gradients, on all ranks or on none:
-a rank that does not run its tower leaves the others waiting, or meets them in another
-collective. So it runs the tower on an image, or a sound, of another rank, of which it
-keeps nothing.
+FSDP all-gathers a tower's weights and reduces their gradients on all ranks. If one rank
+skipped its tower, the others would wait, or their collective would match another one.
+So a rank without images or audio runs the tower on an input of another rank, and
+discards the features.
 """
 
 import inspect
@@ -34,29 +34,29 @@ METHODS = {
     "pixel_values": "get_image_features",
     "pixel_values_videos": "get_video_features",
 }
-"""The method that computes the features of images, by the key of `OF_IMAGES`."""
+"""The model's method that computes image features, by the name of the input."""
 SOUND = ("input_features", "input_values")
-"""The arguments of sounds, which `get_audio_features` takes."""
+"""The audio inputs, which `get_audio_features` accepts."""
 LANGUAGE_MODEL = "language_model"
-"""The module that gets the embeddings with features among them."""
+"""The module that receives the embeddings, with features inserted."""
 FEATURES = "pooler_output"
-"""The field of transformers' outputs with the features to put among the embeddings."""
+"""The field of a tower's output with the features to insert into the embeddings."""
 OF_TOWER = ("last_hidden_state", "hidden_states", "attentions")
 """The other fields of such an output, which the tower itself returns. The code of the
 holder reads the same names of its language model, so their use in it tells nothing."""
 
 
 class TowerError(ValueError):
-    """Ranks that cannot run a tower together."""
+    """The inputs of the ranks do not allow them to run a tower together."""
 
 
 class SharedTower:
-    """Makes data ranks without images, or sounds, run the tower of those with some.
+    """Makes data ranks without images or audio run the towers that other ranks run.
 
     Args:
-        holder: the module that puts features among the embeddings of tokens.
-        mesh: the data ranks.
-        model: it is a part of.
+        holder: the module that inserts features into the token embeddings.
+        mesh: the data-parallel ranks.
+        model: the model that contains `holder`.
     """
 
     def __init__(self, holder: nn.Module, mesh: DeviceMesh, model: nn.Module) -> None:
@@ -77,7 +77,7 @@ class SharedTower:
         decoder.register_forward_pre_hook(last, prepend=True, with_kwargs=True)
 
     def needs_collectives(self) -> bool:
-        """Whether the ranks meet in collectives of a tower in the next pass."""
+        """Whether the next pass has collectives of a tower."""
         stages = stages_of(self.model)
         if stages is not None and stages.running != 0:
             return False
@@ -98,13 +98,13 @@ class SharedTower:
         if not self.needs_collectives():
             return
         given = self.signature.bind_partial(*args, **kwargs).arguments
-        own = [given.get(name) is not None for name in self.kinds]
-        every = self._facts([*own, given.get("input_ids") is None])
-        by_kind = dict(zip(self.kinds, zip(*every, strict=True), strict=False))
+        passed = [given.get(name) is not None for name in self.kinds]
+        facts = self._facts([*passed, given.get("input_ids") is None])
+        by_kind = dict(zip(self.kinds, zip(*facts, strict=True), strict=False))
         unlike = [n for n, ranks in by_kind.items() if any(ranks) and not all(ranks)]
-        if unlike and any(each[-1] for each in every):
-            raise self.raised(unlike, own[[*self.kinds].index(unlike[0])])
-        has = dict(zip(self.kinds, own, strict=True))
+        if unlike and any(each[-1] for each in facts):
+            raise self.raised(unlike, passed[[*self.kinds].index(unlike[0])])
+        has = dict(zip(self.kinds, passed, strict=True))
         self.donors = {name: by_kind[name].index(True) for name in unlike}
         self.waiting = [name for name in unlike if not has[name]]
         for name in self.kinds if unlike else ():
@@ -117,17 +117,19 @@ class SharedTower:
         for method in [*self.watched]:
             self._unwatch(method)
 
-    def _facts(self, own: list[bool]) -> list[list[int]]:
+    def _facts(self, passed: list[bool]) -> list[list[int]]:
         """All-gathers the facts of each rank's arguments, by rank."""
-        mine = torch.tensor(own, dtype=torch.int64, device=self.mesh.device_type)
-        every = mine.new_empty(self.mesh.size() * len(mine))
-        all_gather(every, mine, group=self.mesh.get_group())
-        found: list[list[int]] = every.view(self.mesh.size(), -1).tolist()
-        return found
+        mine = torch.tensor(passed, dtype=torch.int64, device=self.mesh.device_type)
+        gathered = mine.new_empty(self.mesh.size() * len(mine))
+        all_gather(gathered, mine, group=self.mesh.get_group())
+        by_rank: list[list[int]] = gathered.view(self.mesh.size(), -1).tolist()
+        return by_rank
 
     def _watch(self, name: str) -> None:
-        """In this pass, before the model computes features of its own, those that come
-        before them are computed, and what they are computed of is told.
+        """Wraps the method that computes features of this rank's inputs, for one pass.
+
+        Before it runs, the towers of earlier kinds run on other ranks' inputs, and its
+        first input is broadcast if other ranks lack one.
         """
         method = self.kinds[name]
         plain = getattr(self.holder, method)
@@ -143,9 +145,9 @@ class SharedTower:
             if name in self.donors:
                 self._broadcast_first_input(name, arguments(plain, args, kwargs))
             self.running = True
-            made = plain(*args, **kwargs)
+            output = plain(*args, **kwargs)
             self.running = False
-            return made
+            return output
 
         self.watched[method] = self.holder.__dict__.get(method)
         self.holder.__dict__[method] = torch.compiler.disable(call)
@@ -158,17 +160,17 @@ class SharedTower:
             self.holder.__dict__[method] = earlier
 
     def _run(self, name: str) -> None:
-        """Computes features of another rank's inputs, of which it keeps nothing, where
-        this rank has none and others have.
+        """Runs the tower of a kind of input on another rank's input, if this rank has
+        none, and keeps only a zero that depends on the features.
         """
         if name not in self.waiting:
             return
         self.waiting.remove(name)
         given = self._broadcast_first_input(name, {})
         self.running = True
-        made = getattr(self.holder, self.kinds[name])(**given)
+        output = getattr(self.holder, self.kinds[name])(**given)
         self.running = False
-        self.nothing.append(nothing_of(list(self._features(made))))
+        self.nothing.append(nothing_of(list(self._features(output))))
 
     def _broadcast_first_input(
         self, name: str, given: Mapping[str, Any]
@@ -188,10 +190,10 @@ class SharedTower:
         if isinstance(box[0], str):
             raise TowerError(box[0])
         device = self.mesh.device_type
-        found: dict[str, Any] = box[0]
+        arguments_of_first: dict[str, Any] = box[0]
         return {
             n: value.to(device) if isinstance(value, Tensor) else value
-            for n, value in found.items()
+            for n, value in arguments_of_first.items()
         }
 
     def _run_remaining_towers(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -215,26 +217,26 @@ class SharedTower:
             added = DTensor.from_local(added, mesh, alike, run_check=False)
         return args, {**kwargs, "inputs_embeds": hidden + added}
 
-    def _features(self, made: Any) -> Iterator[Tensor]:
-        """The tensors of an output that the code of the holder reads: others have no
-        gradient where images are.
+    def _features(self, output: Any) -> Iterator[Tensor]:
+        """The tensors of a tower's output that the holder's code reads. Other tensors
+        have no gradient on ranks with images either.
         """
-        if isinstance(made, Mapping):
-            made = [made[name] for name in read_fields(self.holder, made)]
-        leaves = _pytree.tree_leaves(made)
+        if isinstance(output, Mapping):
+            output = [output[name] for name in read_fields(self.holder, output)]
+        leaves = _pytree.tree_leaves(output)
         yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def kinds_of(holder: nn.Module, names: list[str]) -> dict[str, str]:
-    """The inputs of a model that it puts features of among the embeddings, and the
-    methods that compute these, in the order in which its code asks for them.
+    """The inputs whose features the model inserts into the embeddings, with the methods
+    that compute the features, in the order of the model's code.
 
     Args:
-        names: of the arguments of the model.
+        names: the names of the model's arguments.
     """
-    every = {**METHODS, **dict.fromkeys(SOUND, "get_audio_features")}
+    methods = {**METHODS, **dict.fromkeys(SOUND, "get_audio_features")}
     code = inspect.unwrap(type(holder).forward).__code__.co_names
-    asked = {n: m for n, m in every.items() if n in names and m in code}
+    asked = {n: m for n, m in methods.items() if n in names and m in code}
     return dict(sorted(asked.items(), key=lambda pair: code.index(pair[1])))
 
 
@@ -253,17 +255,19 @@ def first_input(given: Mapping[str, Any], name: str) -> dict[str, Any]:
     if name not in given:
         raise ImagesError(unused_input_error(name))
     if name in OF_IMAGES:
-        some = some_images(given, name, 0, 1)
+        first = some_images(given, name, 0, 1)
     else:
         count = len(given[name])
         tensors = (
             (n, v) for n, v in given.items() if isinstance(v, Tensor) and v.dim()
         )
-        some = {n: value[:1] for n, value in tensors if len(value) == count}
+        first = {n: value[:1] for n, value in tensors if len(value) == count}
     plain = (bool, int, float, str, list, tuple)
-    rest = {n: v for n, v in given.items() if n not in some and isinstance(v, plain)}
-    own = {n: v.detach().cpu() for n, v in some.items() if isinstance(v, Tensor)}
-    return {**rest, **own}
+    rest = {n: v for n, v in given.items() if n not in first and isinstance(v, plain)}
+    tensors_on_cpu = {
+        n: v.detach().cpu() for n, v in first.items() if isinstance(v, Tensor)
+    }
+    return {**rest, **tensors_on_cpu}
 
 
 def unused_input_error(name: str) -> str:
@@ -271,17 +275,17 @@ def unused_input_error(name: str) -> str:
     return f"a rank passes `{name}`, of which the model's code computes no features"
 
 
-def read_fields(holder: nn.Module, made: Mapping[str, Any]) -> list[str]:
-    """The fields of what a tower returns that the code of the holder reads."""
+def read_fields(holder: nn.Module, output: Mapping[str, Any]) -> list[str]:
+    """The fields of a tower's output that the holder's code reads."""
     read = inspect.unwrap(type(holder).forward).__code__.co_names
-    apart = OF_TOWER if FEATURES in made else ()
-    return [n for n in made if n in read and n not in apart]
+    apart = OF_TOWER if FEATURES in output else ()
+    return [n for n in output if n in read and n not in apart]
 
 
-def differ(names: list[str], own: bool) -> Exception:
+def differ(names: list[str], passed: bool) -> Exception:
     """The error of ranks some of which pass images and embeddings in place of ids."""
     what = " and ".join(f"`{name}`" for name in names)
-    has = "does" if own else "does not"
+    has = "does" if passed else "does not"
     return TowerError(f"some data ranks pass {what} and others do not; this rank {has}")
 
 

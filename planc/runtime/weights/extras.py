@@ -48,12 +48,12 @@ Path_ = tuple[Any, ...]
 
 def optimizers_in(model: nn.Module, extra: Extra) -> dict[str, Optimizer]:
     """The optimizers of the model's parameters, by the prefix of their keys in a checkpoint."""
-    own = {id(tensor) for _, tensor in named_tensors(model)}
+    model_tensors = {id(tensor) for _, tensor in named_tensors(model)}
     return {
         f"extra_optimizers.{name}.": each
         for name, each in extra.items()
         if isinstance(each, Optimizer)
-        and all(id(p) in own for group in each.param_groups for p in group["params"])
+        and all(id(p) in model_tensors for group in each.param_groups for p in group["params"])
     }
 
 
@@ -88,18 +88,25 @@ class _Layouts:
         names = [plain_name(last)] if isinstance(last, str) else []
         names += [name.removeprefix("module.") for name in names]  # of torch's AveragedModel
         if isinstance(last, int):
-            lists = (some for some in (self.listed, self.trained) if len(some) == length)
-            names = [some[last] for some in lists if last < length]
+            lists = (
+                names_of_list
+                for names_of_list in (self.listed, self.trained)
+                if len(names_of_list) == length
+            )
+            names = [names_of_list[last] for names_of_list in lists if last < length]
         return next((n for n in names if self._fits(n, value)), "")
 
     def _fits(self, name: str, value: Tensor) -> bool:
-        own = self.tensors.get(name)
-        if own is None:
+        tensor = self.tensors.get(name)
+        if tensor is None:
             return False
-        if isinstance(value, DTensor) and isinstance(own, DTensor):
-            layout = own.shape, own.placements, own.device_mesh
+        if isinstance(value, DTensor) and isinstance(tensor, DTensor):
+            layout = tensor.shape, tensor.placements, tensor.device_mesh
             return layout == (value.shape, value.placements, value.device_mesh)
-        return not isinstance(value, DTensor) and value.shape in (own.shape, part_of(own).shape)
+        return not isinstance(value, DTensor) and value.shape in (
+            tensor.shape,
+            part_of(tensor).shape,
+        )
 
 
 def _map_leaves(
@@ -167,18 +174,18 @@ def states(
             if not isinstance(value, Tensor):
                 return value
             like = layouts.name(path, value, length) if path else ""
-            own = layouts.tensors.get(like)
+            model_tensor = layouts.tensors.get(like)
             if not like and not isinstance(value, DTensor):
                 sums[name, path] = tensor_sum(value)
-            elif own is None and (staged or tuple(value.shape) in ordered):
+            elif model_tensor is None and (staged or tuple(value.shape) in ordered):
                 refused.append((name, path, "whose parameter its name does not tell"))
             if (name, path) in sums or refused:
                 return value
-            plain = isinstance(own, DTensor) and not isinstance(value, DTensor)
-            local = plain and value.shape == part_of(own).shape
-            if own is not None:
-                value = sharded_like(value, own) if local else value
-                value = with_chunk_of(value, own)
+            plain = isinstance(model_tensor, DTensor) and not isinstance(value, DTensor)
+            local = plain and value.shape == part_of(model_tensor).shape
+            if model_tensor is not None:
+                value = sharded_like(value, model_tensor) if local else value
+                value = with_chunk_of(value, model_tensor)
             out[_key(name, path)] = storable(
                 value, orders.get(like) if not plain or local else None
             )
@@ -188,7 +195,7 @@ def states(
     told = {place: int(value) for place, value in sums.items()}
     skeletons = _of_data_rank(data_rank, told, skeletons, staged, refused)
     out |= {f"{OWN}{name}.{data_rank}": _pickle(each) for name, each in skeletons.items()}
-    return out, [_tensor_error(*one) for one in refused[:1]]
+    return out, [_tensor_error(*refusal) for refusal in refused[:1]]
 
 
 def _of_data_rank(
@@ -204,7 +211,7 @@ def _of_data_rank(
     everyone = of_all_ranks((data_rank, sums, skeletons if staged else {}))
     mine = [each[1:] for each in everyone if each[0] == data_rank]
     if staged:
-        return {n: _together([some[n] for _, some in mine], n, refused) for n in skeletons}
+        return {n: _together([states[n] for _, states in mine], n, refused) for n in skeletons}
     different = (p for p, v in sums.items() if any(t.get(p) != v for t, _ in mine))
     refused += [(*place, _DIFFERS) for place in different]
     return skeletons
@@ -259,23 +266,27 @@ def read_states(
     that saved them had another number of ranks that read data. PL496 for objects without one, and
     for one that differs between ranks of which there are now more or fewer.
     """
-    found: dict[str, list[str]] = {}
+    keys_by_name: dict[str, list[str]] = {}
     findings: list[Diagnostic] = []
     for name in extra:
-        own = [key for key in keys if key.rpartition(".")[0] == OWN + name]
-        if not own:
+        stored_keys = [key for key in keys if key.rpartition(".")[0] == OWN + name]
+        if not stored_keys:
             findings.append(problem("PL496", f"the checkpoint holds no state of extra[{name!r}]"))
         mine = f"{OWN}{name}.{data_rank}"
-        found[name] = [mine] if len(own) == data_size and mine in own else sorted(own)
-    values: dict[str, Any] = dict.fromkeys(key for some in found.values() for key in some)
+        keys_by_name[name] = (
+            [mine] if len(stored_keys) == data_size and mine in stored_keys else sorted(stored_keys)
+        )
+    values: dict[str, Any] = dict.fromkeys(
+        key for name_keys in keys_by_name.values() for key in name_keys
+    )
     if values:
         checkpoint.load(values, checkpoint_id=folder, no_dist=True)
     out = {}
-    for name, some in found.items():
-        different = {values[key] for key in some}
+    for name, name_keys in keys_by_name.items():
+        different = {values[key] for key in name_keys}
         if len(different) > 1:
             text = (
-                f"extra[{name!r}] has another state on each of the {len(some)} ranks that"
+                f"extra[{name!r}] has another state on each of the {len(name_keys)} ranks that"
                 " read data, and this run has another number of them"
             )
             help = f"leave {name!r} out of `extra`, and set it up again for this run"
@@ -296,54 +307,60 @@ class Filled:
 
 
 def empty(
-    model: nn.Module, extra: Extra, found: Mapping[str, Any], metadata: Mapping[str, Any]
+    model: nn.Module, extra: Extra, skeletons: Mapping[str, Any], metadata: Mapping[str, Any]
 ) -> tuple[Filled, list[Diagnostic]]:
     """Memory for the tensors of all states, in this run's layout: that of the object's own tensors
     where it has them, else that of the model's.
     """
     layouts, orders = _Layouts.from_model(model), rank_orders(model)
     out, findings = Filled({}, {}), []
-    for name, state in found.items():
+    for name, state in skeletons.items():
         marks = [leaf for _, leaf in _leaves(state) if _is_mark(leaf)]
         live = _leaves(extra[name].state_dict()) if marks else ()
         now = {path: leaf for path, leaf in live if isinstance(leaf, Tensor)}
         for mark in marks:
             _, path, like, local = mark
-            key, own, current = _key(name, path), layouts.tensors.get(like), now.get(path)
+            key, model_tensor, current = _key(name, path), layouts.tensors.get(like), now.get(path)
             if like in on_other_stages(model):
                 continue
             meta = metadata[key]
-            if own is None and not (isinstance(current, DTensor) and current.shape == meta.size):
+            if model_tensor is None and not (
+                isinstance(current, DTensor) and current.shape == meta.size
+            ):
                 place = "".join(f"[{part!r}]" for part in path)
                 text = f"extra[{name!r}] has no tensor {place} of {list(meta.size)} to read into"
                 findings.append(
                     problem("PL496", text, help="create it as in the run that saved it")
                 )
                 continue
-            made = _target(current, own, orders.get(like), local, meta)
-            out.targets[key], out.made[key] = made
+            target = _target(current, model_tensor, orders.get(like), local, meta)
+            out.targets[key], out.made[key] = target
     return out, findings
 
 
 def _target(
-    current: Tensor | None, own: Tensor | None, order: Order | None, local: bool, meta: Any
+    current: Tensor | None, model_tensor: Tensor | None, order: Order | None, local: bool, meta: Any
 ) -> tuple[Tensor, Callable[[], Tensor]]:
     """Memory to read a tensor into, and what makes the tensor that the object gets.
 
     Args:
         current: the object's tensor, if it has it.
-        own: the model's tensor of that layout, if it is known.
+        model_tensor: the model's tensor of that layout, if it is known.
         order: the order in which the model's is stored.
         local: whether the object had this rank's part alone when it was saved.
         meta: torch's metadata of the stored tensor.
     """
     dtype = meta.properties.dtype
-    if current is not None and not isinstance(current, DTensor) and isinstance(own, DTensor):
-        local = current.shape == part_of(own).shape
+    if (
+        current is not None
+        and not isinstance(current, DTensor)
+        and isinstance(model_tensor, DTensor)
+    ):
+        local = current.shape == part_of(model_tensor).shape
         if not local:  # whole on every rank
             whole = torch.empty(meta.size, dtype=dtype, device=current.device)
             return whole, lambda: whole
-    like = own if own is not None else current
+    like = model_tensor if model_tensor is not None else current
     assert like is not None
     like = with_chunk_of(like.detach(), like)
     value = empty_shard(like, dtype, order)
@@ -363,9 +380,9 @@ def _leaves(state: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
         yield from _leaves(value, (*path, key))
 
 
-def load_states(extra: Extra, found: Mapping[str, Any], filled: Filled) -> None:
+def load_states(extra: Extra, skeletons: Mapping[str, Any], filled: Filled) -> None:
     """Gives each object its state, once the tensors are read."""
-    for name, state in found.items():
+    for name, state in skeletons.items():
 
         def value(_: Path_, leaf: Any, __: int, name: str = name) -> Any:
             if not _is_mark(leaf):

@@ -67,9 +67,9 @@ class Excused:
         where one is not true.
         """
         known = [n for n, _ in named_tensors(model)]
-        every = {*known, *on_other_stages(model)}
+        model_names = {*known, *on_other_stages(model)}
         new = [n for n in dict.fromkeys(known) if _is_inside(n, self.new)]
-        wrong = [(o, "the model has no such parameter") for o in _without(self.new, every)]
+        wrong = [(o, "the model has no such parameter") for o in _without(self.new, model_names)]
         wrong += [(n, f"{folder} holds it") for n in new if n in stored]
         findings += [problem("PL468", f"new = {n!r}: {why}") for n, why in wrong]
         none = _without(self.unused, stored)
@@ -109,7 +109,7 @@ def load_files(
             not fit; PL497, missing or broken files. On every rank.
     """
     findings: list[Diagnostic] = []
-    found: dict[str, StoredTensor] = {}
+    matches: dict[str, StoredTensor] = {}
     drawn: dict[str, StoredTensor] = {}
     reshard(model)
     seed = of_all_ranks(torch.initial_seed())[0] if excused.new else 0
@@ -121,10 +121,10 @@ def load_files(
         if not findings:
             stored, new = excused.apply(model, stored, folder, findings)
             stored = _convert(model, stored, findings)
-            found = match_or_report(model, stored, folder, findings, without=new)
-            drawn = initialize(model, [n for n in new if n not in found], seed, findings)
-            found |= drawn
-        if adapters := [name for name in found if is_adapter(name)]:
+            matches = match_or_report(model, stored, folder, findings, without=new)
+            drawn = initialize(model, [n for n in new if n not in matches], seed, findings)
+            matches |= drawn
+        if adapters := [name for name in matches if is_adapter(name)]:
             text = f"{folder} holds adapters, {listed_names(adapters)}"
             findings.append(problem("PL496", text, help="load them with `run.load_adapters`"))
     if weights == "slices":
@@ -132,9 +132,9 @@ def load_files(
     allocate(model, findings, device)
     try:
         if weights == "slices":
-            read_slices(model, found)
+            read_slices(model, matches)
         else:
-            read_rank0(model, found, device)
+            read_rank0(model, matches, device)
         renew_magnitudes(model)
     except Exception as error:
         text = f"reading failed midway: {type(error).__name__}: {error}"
@@ -151,8 +151,8 @@ def raise_on_all_ranks(findings: list[Diagnostic], group: Any = None) -> None:
         findings: those of this rank.
         group: of all ranks; the default process group, or another one for another thread.
     """
-    if found := first_found(findings, group):
-        raise PlanError(found)
+    if first_findings := first_found(findings, group):
+        raise PlanError(first_findings)
 
 
 # Names and shapes --------------------------------------------------------------------------------
@@ -164,9 +164,9 @@ def _plain(
     """The tensors of a folder, quantized ones as plain ones; PL457 if the plan does not say so."""
     if section.dequantize is not None:
         problems: list[str] = []
-        found = dequantize(stored, problems, section.dequantize, section.block)
+        tensors = dequantize(stored, problems, section.dequantize, section.block)
         findings += [problem("PL496", text) for text in problems]
-        return found
+        return tensors
     for kind in SUFFIXES:
         if any(quantized_weights(stored, kind)):
             text = f"the folder stores weights in {kind}, with scales"
@@ -183,11 +183,11 @@ def _convert(
     For example, the experts of a layer may be one tensor in the model and many in the files.
     """
     known, others = dict(named_tensors(model)), on_other_stages(model)
-    every = known.keys() | others
-    if every >= stored.keys():
+    model_names = known.keys() | others
+    if model_names >= stored.keys():
         return {name: tensor for name, tensor in stored.items() if name not in others}
     out: dict[str, StoredTensor] = {}
-    for name, recipe in recipes(model, stored, every).items():
+    for name, recipe in recipes(model, stored, model_names).items():
         if name in others:
             continue
         whole = assemble_tensor(recipe, stored)
@@ -211,10 +211,10 @@ def match_or_report(
     Missing names, unexpected names and wrong shapes are one PL496 each.
     """
     problems: list[str] = []
-    found = match_tensors(model, stored, folder, problems, frozenset(without))
+    matches = match_tensors(model, stored, folder, problems, frozenset(without))
     help = _NOTHING_LOADED + _MAY_LACK
     findings += [problem("PL496", text, help=help) for text in problems]
-    return found
+    return matches
 
 
 # Memory ------------------------------------------------------------------------------------------
@@ -277,12 +277,12 @@ def different_files(
         compare: `samples`, sizes, headers and a block of each tensor; `files`, all bytes.
         findings: those of this rank; with any, here or elsewhere, nothing is compared.
     """
-    own = {} if findings else dict(file_digests(folder, compare))
-    every = of_all_ranks(own)
-    if not all(every):
+    digests = {} if findings else dict(file_digests(folder, compare))
+    digests_by_rank = of_all_ranks(digests)
+    if not all(digests_by_rank):
         return []
-    for name in sorted({name for some in every for name in some}):
-        values = [some.get(name) for some in every]
+    for name in sorted({name for rank_digests in digests_by_rank for name in rank_digests}):
+        values = [rank_digests.get(name) for rank_digests in digests_by_rank]
         if len(common := Counter(values)) > 1:
             usual = common.most_common(1)[0][0]
             odd = [str(rank) for rank, value in enumerate(values) if value != usual]
@@ -340,12 +340,12 @@ def _is_inside(name: str, modules: Iterable[str]) -> bool:
 
 
 def _without(modules: Iterable[str], names: Iterable[str]) -> list[str]:
-    every = list(names)
-    return [module for module in modules if not any(_is_inside(n, (module,)) for n in every)]
+    present = list(names)
+    return [module for module in modules if not any(_is_inside(n, (module,)) for n in present)]
 
 
-class _Made(StoredTensor):
-    """Values in memory, read as those of a file are."""
+class _InitialValues(StoredTensor):
+    """The initial values of a new parameter, with the interface of a tensor in a file."""
 
     def __init__(self, name: str, value: Tensor) -> None:
         super().__init__(Path(), name, tuple(value.shape), "F")
@@ -358,15 +358,15 @@ class _Made(StoredTensor):
 def initialize(
     model: nn.Module, names: Sequence[str], seed: int, findings: list[Diagnostic]
 ) -> dict[str, StoredTensor]:
-    """Values for new parameters, as the model's own code draws them: its `_init_weights`, or the
-    module's `reset_parameters`. They follow from the seed and the names alone.
+    """Initial values of new parameters, from the model's `_init_weights` or the module's
+    `reset_parameters`. They depend only on the seed and the names, and not on the mesh.
 
-    Adds PL468 for a parameter that this code leaves as it was.
+    Adds PL468 for a parameter that this code does not set.
     """
     out: dict[str, StoredTensor] = {}
     for path, module in model.named_modules():
-        own = {f"{plain_name(path)}.{n}".strip("."): n for n in module._parameters}
-        wanted = {name: own[name] for name in names if name in own}
+        short_names = {f"{plain_name(path)}.{n}".strip("."): n for n in module._parameters}
+        wanted = {name: short_names[name] for name in names if name in short_names}
         if not wanted:
             continue
         whole = _full_module(module)
@@ -380,34 +380,34 @@ def initialize(
                 help = "give its module a `reset_parameters`, or load a folder that holds it"
                 findings.append(problem("PL468", text, help=help))
             else:
-                out[name] = _Made(name, value.detach())
+                out[name] = _InitialValues(name, value.detach())
     return out
 
 
 def report(names: Iterable[str]) -> None:
-    """Names the parameters of all ranks that no file had, on rank 0; a collective."""
-    every = dict.fromkeys(name for some in of_all_ranks([*names]) for name in some)
+    """Logs the new parameters of all ranks on rank 0; a collective."""
+    new_names = dict.fromkeys(name for rank_names in of_all_ranks([*names]) for name in rank_names)
     if distributed.get_rank() == 0:
-        _log.warning("new parameters, as the model initializes them: %s", listed_names(every))
+        _log.warning("new parameters, as the model initializes them: %s", listed_names(new_names))
 
 
 def _full_module(module: nn.Module) -> nn.Module:
-    """A module with whole parameters on the CPU, without values."""
+    """A copy of a module with unsharded parameters on the CPU, filled with NaN."""
     kind = next(k for k in type(module).__mro__ if not issubclass(k, FSDPModule))
-    made: nn.Module = object.__new__(kind)
-    made.__dict__ = {**module.__dict__}
-    made._parameters = {
+    full_module: nn.Module = object.__new__(kind)
+    full_module.__dict__ = {**module.__dict__}
+    full_module._parameters = {
         name: None if p is None else nn.Parameter(torch.full(p.shape, torch.nan, dtype=p.dtype))
         for name, p in module._parameters.items()
     }
-    return made
+    return full_module
 
 
 def _initialize(model: nn.Module, module: nn.Module) -> str:
-    """Gives a module its first values; returns the name of the code that did."""
+    """Initializes the parameters of a module; returns the name of the function that did it."""
     if callable(of_model := getattr(model, "_init_weights", None)):
         of_model(module)
         return f"{type(model).__name__}._init_weights"
-    if callable(own := getattr(module, "reset_parameters", None)):
-        own()
+    if callable(reset := getattr(module, "reset_parameters", None)):
+        reset()
     return f"{type(module).__name__}.reset_parameters"

@@ -126,8 +126,8 @@ class HeldState:
         self.irregular = False
         rest = ((key, value) for key, value in self.flat.items() if key not in self.own)
         self.shared = [self._entry(key, paths[key], value) for key, value in rest]
-        every = (mesh.get_coordinate() for mesh in self.meshes)
-        coordinates = [None if at is None else tuple(at) for at in every]
+        coordinates_of_meshes = (mesh.get_coordinate() for mesh in self.meshes)
+        coordinates = [None if at is None else tuple(at) for at in coordinates_of_meshes]
         digest = hashlib.sha256(repr(self.shared).encode()).hexdigest()
         self.told: Told = (digest, coordinates, [*self.own], self.irregular)
 
@@ -221,8 +221,8 @@ def join_classes(
     """Classes of ranks; what several classes hold is of the first one."""
     known = set[str]()
     for ranks in members:
-        new = [one for one in stored[ranks[0]] if one.key not in known]
-        known |= {one.key for one in new}
+        new = [entry for entry in stored[ranks[0]] if entry.key not in known]
+        known |= {entry.key for entry in new}
         yield Class({rank: told[rank][1] for rank in ranks}, new)
 
 
@@ -235,40 +235,41 @@ def writers(ranks: Class) -> Iterator[tuple[Stored, Mapping[Coordinate, int]]]:
     """
     groups: dict[Any, dict[Coordinate, list[int]]] = {}
     loads: dict[Any, list[int]] = {}
-    found = []
-    for one in ranks.stored:
-        kind = one.mesh, one.split
+    assignments = []
+    for entry in ranks.stored:
+        kind = entry.mesh, entry.split
         if kind not in groups:
             groups[kind] = {}
             for rank, coordinates in ranks.ranks.items():
-                at = () if one.mesh is None else coordinates[one.mesh]
+                at = () if entry.mesh is None else coordinates[entry.mesh]
                 if at is not None:
-                    groups[kind].setdefault(tuple(at[i] for i in one.split), []).append(rank)
+                    groups[kind].setdefault(tuple(at[i] for i in entry.split), []).append(rank)
             loads[kind] = [0] * min(map(len, groups[kind].values()))
         load = loads[kind]
         turn = load.index(min(load))
-        load[turn] += max(one.bytes, 1024)
-        found.append((one, kind, turn))
-    for one, kind, turn in sorted(found, key=lambda each: each[0].bytes):  # torch writes them so
-        yield one, {at: holders[turn] for at, holders in groups[kind].items()}
+        load[turn] += max(entry.bytes, 1024)
+        assignments.append((entry, kind, turn))
+    by_size = sorted(assignments, key=lambda each: each[0].bytes)  # as torch writes them
+    for entry, kind, turn in by_size:
+        yield entry, {at: holders[turn] for at, holders in groups[kind].items()}
 
 
-def chunks_at(one: Stored, at: Coordinate) -> list[Chunk]:
+def chunks_at(entry: Stored, at: Coordinate) -> list[Chunk]:
     """The chunks of a shard that are not empty.
 
     Args:
         at: the place along the dims that shard it.
     """
-    assert one.shape is not None
-    coordinate = [0] * len(one.sizes)
-    for dim, place in zip(one.split, at, strict=True):
+    assert entry.shape is not None
+    coordinate = [0] * len(entry.sizes)
+    for dim, place in zip(entry.split, at, strict=True):
         coordinate[dim] = place
-    positions = shards.positions_of(one.shape, one.sizes, tuple(coordinate), one.placements)
-    blocks = (outer for _, outer in shards.blocks_of(shards.model_ranges(positions, one.order)))
-    every = (
+    positions = shards.positions_of(entry.shape, entry.sizes, tuple(coordinate), entry.placements)
+    blocks = (outer for _, outer in shards.blocks_of(shards.model_ranges(positions, entry.order)))
+    chunks = (
         (tuple(s.start for s in block), tuple(s.stop - s.start for s in block)) for block in blocks
     )
-    return [chunk for chunk in every if math.prod(chunk[1])]
+    return [chunk for chunk in chunks if math.prod(chunk[1])]
 
 
 def write_file(
@@ -277,15 +278,15 @@ def write_file(
     """Writes the file of a rank, and reports what is where in it."""
     mine = next(each for each in classes if rank in each.ranks)
     wanted: dict[str, list[Chunk]] = {}
-    for one, by in writers(mine):
+    for entry, by in writers(mine):
         for at in (at for at, who in by.items() if who == rank):
-            wanted[one.key] = [] if one.shape is None else chunks_at(one, at)
+            wanted[entry.key] = [] if entry.shape is None else chunks_at(entry, at)
     first: dict[str, int] = {}
     for other, (_, _, keys, _) in enumerate(told):
         first |= {key: other for key in keys if key not in first}
-    own = {key: path for key, path in held.own.items() if first[key] == rank}
+    own_paths = {key: path for key, path in held.own.items() if first[key] == rank}
     planner = checkpoint.DefaultSavePlanner(flatten_state_dict=False)
-    planner.set_up_planner({key: held.flat[key] for key in (*wanted, *own)}, None, rank == 0)
+    planner.set_up_planner({key: held.flat[key] for key in (*wanted, *own_paths)}, None, rank == 0)
     items = create_default_local_save_plan(planner.state_dict, rank == 0).items
     tensors = [i for i in items if i.tensor_data and math.prod(i.tensor_data.chunk.sizes)]
     has: dict[str, list[Chunk]] = {key: [] for key in wanted}
@@ -298,15 +299,17 @@ def write_file(
     writer.set_up_storage_writer(rank == 0)
     plan = SavePlan([*objects, *tensors], storage_data=_StoragePrefix(f"__{rank}_"))
     plan = planner.finish_plan(writer.prepare_local_plan(plan))
-    return rank_report(writer.write_data(plan, planner).value(), plan, own)
+    return rank_report(writer.write_data(plan, planner).value(), plan, own_paths)
 
 
-def rank_report(results: Iterable[WriteResult], plan: SavePlan, own: Mapping[str, Any]) -> RankFile:
-    every = {result.index: result.storage_data for result in results}
+def rank_report(
+    results: Iterable[WriteResult], plan: SavePlan, own_paths: Mapping[str, Any]
+) -> RankFile:
+    locations = {result.index: result.storage_data for result in results}
     objects, lengths = dict[str, tuple[int, int]](), dict[Any, int]()
     start = end = 0
     for item in plan.items:
-        where = every[item.index]
+        where = locations[item.index]
         end = max(end, where.offset + where.length)
         if item.tensor_data is None:
             objects[item.index.fqn] = where.offset, where.length
@@ -315,7 +318,7 @@ def rank_report(results: Iterable[WriteResult], plan: SavePlan, own: Mapping[str
         kind = item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)
         if lengths.setdefault(kind, where.length) != where.length:
             raise RuntimeError(f"records of {kind} have different lengths")
-    return RankFile(objects, start, end, lengths, own)
+    return RankFile(objects, start, end, lengths, own_paths)
 
 
 # Metadata -----------------------------------------------------------------------------------------
@@ -345,23 +348,23 @@ def describe_files(
     ends = [report.start for report in reports]
     layouts: dict[Any, tuple[list[ChunkStorageMetadata], dict[Coordinate, list[int]]]] = {}
     for each in classes:
-        for one, by in writers(each):
-            paths[one.key] = one.path
-            if one.shape is None:
+        for entry, by in writers(each):
+            paths[entry.key] = entry.path
+            if entry.shape is None:
                 continue
-            layout = one.shape, one.sizes, str(one.placements), str(one.order), tuple(by)
+            layout = entry.shape, entry.sizes, str(entry.placements), str(entry.order), tuple(by)
             if layout not in layouts:
-                layouts[layout] = _chunks(one, by)
+                layouts[layout] = _chunks(entry, by)
             chunks, places = layouts[layout]
-            known[one.key] = TensorStorageMetadata(
-                TensorProperties(one.dtype), torch.Size(one.shape), chunks
+            known[entry.key] = TensorStorageMetadata(
+                TensorProperties(entry.dtype), torch.Size(entry.shape), chunks
             )
             for at, rank in by.items():
                 lengths, file = reports[rank].lengths, files[rank]
                 for number in places[at]:
                     chunk, start = chunks[number], ends[rank]
-                    size = lengths[one.dtype, chunk.sizes]
-                    index = MetadataIndex(one.key, chunk.offsets, number)
+                    size = lengths[entry.dtype, chunk.sizes]
+                    index = MetadataIndex(entry.key, chunk.offsets, number)
                     results.append(WriteResult(index, size, _StorageInfo(file, start, size)))
                     ends[rank] = start + size
     if wrong := [rank for rank, report in enumerate(reports) if report.end != ends[rank]]:

@@ -13,7 +13,7 @@ DECLARATION = SectionDeclaration(
         ("PL473", "error", "plan", "activation offload in compiled modules"),
         ("PL583", "error", "plan", "a budget smaller than the inputs of its modules"),
         ("PL584", "error", "plan", "a budget for modules whose calls cannot be counted"),
-        ("PL672", "warning", "plan", "recomputation that draws other random numbers"),
+        ("PL672", "warning", "plan", "recomputation with different random numbers"),
     ),
     other_words={
         "checkpoint { model.layers.* : full }": "activation_checkpointing gradient_checkpointing "

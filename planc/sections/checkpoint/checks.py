@@ -23,16 +23,18 @@ def check(plan: Plan, facts: Facts, sink: Sink) -> None:
         if fields and not rule.preserve_rng:
             sink.warning(
                 "PL672",
-                f"the recomputation of `{rule.modules}` draws other random numbers than its "
+                f"the recomputation of `{rule.modules}` uses different random numbers than its "
                 f"forward pass: {', '.join(fields)}",
                 rule.origin,
-                help="leave out `preserve_rng = false`, unless these modules draw none",
+                help="leave out `preserve_rng = false`, unless these modules use no random numbers",
             )
 
 
 def _check_offload_in_compiled(rule: Checkpoint, plan: Plan, sink: Sink) -> None:
-    """The compiler decides which activations a compiled graph saves for backward; the saved-tensor
-    hooks that move activations to the CPU are not part of that graph.
+    """Reports compiled modules whose activations are offloaded (PL473).
+
+    The compiler decides which activations a graph saves for backward; the saved-tensor hooks that
+    move activations to the CPU are not part of the graph.
     """
     for compiled in plan.compilations:
         if rule.modules.is_within(compiled.modules) or compiled.modules.is_within(rule.modules):

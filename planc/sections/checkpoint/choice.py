@@ -10,7 +10,7 @@ from itertools import pairwise
 from planc.diagnostics.diagnostic import Sink, one_of
 from planc.diagnostics.source import Span
 from planc.ir.nodes import Plan
-from planc.lowering.timetable import in_flight, orders
+from planc.lowering.schedules import in_flight, orders
 from planc.model.facts import Facts, Modules
 from planc.model.indices import Indices
 from planc.ops import phrases
@@ -218,9 +218,7 @@ def choose_rules(
 
 
 def _shares(line: BudgetLine, plan: Plan, facts: Facts, sink: Sink) -> tuple[Share, ...]:
-    """The shares of a line's budget, one for the ranks of each place of the pipeline; none after a
-    finding.
-    """
+    """The shares of a line's budget, one for each pipeline rank; empty after a finding."""
     rules, modules = line.rules, line.modules
     budget = rules[0]
     if compiled := next(
@@ -270,14 +268,16 @@ def _report_uncounted(
 
 
 def _passes(plan: Plan) -> Iterator[Callable[[str], int]]:
-    """For each place of the pipeline, how many passes of a module its ranks hold at once."""
+    """For each pipeline rank, a function that returns how many microbatches of a module it holds at
+    once.
+    """
     if plan.pipeline is None:
         yield lambda _name: 1
         return
     op = plan.pipeline.op
     ranks = plan.mesh.size(op.axis)
     chunks = op.stages // ranks
-    every = orders(op.schedule, ranks, chunks, op.microbatches, op.timetable)
+    every = orders(op.schedule, ranks, chunks, op.microbatches, op.rank_passes)
     for rank, passes in enumerate(every):
         own = stages_of_rank(op.schedule, rank, ranks, op.stages)
         most = [max(m.held[i] for m in in_flight(passes, chunks)) for i in range(chunks)]

@@ -1,4 +1,4 @@
-"""PL670 and PL671: random numbers that ranks draw, and layers that they skip at random."""
+"""PL670 and PL671: random numbers in training, and layers that are skipped at random."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,20 +12,20 @@ from planc.ops.styles import Custom
 
 
 def check(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """Ranks of a tensor axis share activations, and ranks of an FSDP axis share layers."""
+    """Reports random numbers that ranks must share or not share (PL670), and layer drop (PL671)."""
     rules = active(plan) if "tensor" not in plan.broken else ()
     fields, masks = drawing_fields(plan, facts), spec_augment_fields(facts)
     apart = [a for a in plan.mesh.axes if a.name in apart_axes(plan)]
     if (rules or apart) and (fields or masks):
-        drawn = f"; SpecAugment draws masks with numpy ({', '.join(masks)})" if masks else ""
+        drawn = f"; SpecAugment masks come from numpy ({', '.join(masks)})" if masks else ""
         shared = rules[0].axis if rules else apart[0].name
-        numpy = [f"numpy's seed is the script's: alike on the ranks of {shared}"] if masks else []
+        seed = f"the script must give numpy the same seed on all ranks of {shared}"
         sink.info(
             "PL670",
-            f"training draws random numbers: {', '.join(fields)}{drawn}",
+            f"training uses random numbers: {', '.join(fields)}{drawn}",
             *([axis_label(plan, rules[0])] if rules else []),
             *(axis.label for axis in apart),
-            facts=[*(_how(plan, rules) if rules else ()), *_rng_notes(plan), *numpy],
+            facts=[*(_how(plan, rules) if rules else ()), *_rng_notes(plan), *[seed] * bool(masks)],
             help="set the seed before `apply`, or afterwards the same seed on all ranks of a "
             "tensor axis",
         )
@@ -42,31 +42,33 @@ def check(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 
 def _rng_notes(plan: Plan) -> Iterator[str]:
+    """Yields the axes along which ranks always use different random numbers."""
     if axes := apart_axes(plan):
         named = one_of(axes, last="and")
         yield (
-            f"ranks along {named} hold other layers or tokens: they draw other numbers, also where "
-            "a script gives them one seed; layout flow does not compare these"
+            f"ranks along {named} hold different layers or tokens: they use different random "
+            "numbers, even if the script gives them one seed; layout flow does not compare these"
         )
 
 
 def _how(plan: Plan, rules: Sequence[TensorRule]) -> Iterator[str]:
+    """Yields how the ranks of a tensor axis share random numbers, and how layout flow checks it."""
     axis, count, axes = rules[0].axis, ranks(plan, rules[0]), split_axes(plan)
     if len(axes) > 1:
         yield (
-            f"the ranks of {one_of(axes, last='and')} draw alike, also for different shards: "
-            "planc has streams by rank for one tensor axis only"
+            f"the ranks of {one_of(axes, last='and')} use the same random numbers, even for "
+            "different shards: planc has an RNG state per rank for one tensor axis only"
         )
         return
     yield (
-        f"`apply` gives the {count} ranks of {axis} one random state; for shards of activations "
-        "each draws numbers of its own"
+        f"`apply` gives the {count} ranks of {axis} one RNG state; for shards of activations each "
+        "rank uses different numbers"
     )
     own = dict.fromkeys(f"`{r.modules}`" for r in rules if isinstance(r.style, Custom))
     if own:
         some = one_of(own, last="and")
-        yield f"whether {some} give shards is not known: the ranks draw after it as before"
+        yield f"whether {some} return shards is unknown: the RNG state does not change there"
     yield (
-        "layout flow compares a step with a single process that uses the numbers that the ranks "
-        "drew; `planc verify` runs without dropout"
+        "layout flow compares a step with a single process that reuses the random numbers of the "
+        "ranks; `planc verify` runs without dropout"
     )

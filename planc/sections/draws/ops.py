@@ -15,7 +15,7 @@ class SyncRng(SectionOp):
     """Gives the random state of an axis's first rank to all its ranks.
 
     Args:
-        axis: its ranks work on the same activations, so their dropout masks must be equal.
+        axis: its ranks compute the same activations, so their dropout masks must be equal.
         fields: `name = value` of the configuration fields that use random numbers, for the reader.
     """
 
@@ -42,7 +42,7 @@ class SyncRng(SectionOp):
 
 
 def _phrase(by_rank: bool | None) -> str:
-    """The way in which ranks draw, in words."""
+    """The word for whether random numbers differ by rank."""
     return "unchanged" if by_rank is None else "by rank" if by_rank else "alike"
 
 
@@ -51,10 +51,10 @@ class DrawByRank(SectionOp):
     """Random numbers that differ by rank on shards of activations, and are the same elsewhere.
 
     Args:
-        modules: where the layout of activations changes.
+        modules: the modules at which the layout of activations changes.
         axis: its ranks hold the shards.
-        inside: whether the modules work on shards; None leaves it as before the module.
-        after: whether their outputs are shards; None leaves it as at their end.
+        inside: whether the modules compute on shards; None if as before the module.
+        after: whether their outputs are shards; None if as at the end of the module.
     """
 
     modules: Modules
@@ -91,8 +91,8 @@ class DrawByRank(SectionOp):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawApart(SectionOp):
-    """Random numbers that differ by place along axes whose ranks share rows of the batch: stages,
-    which hold other layers, and ranks with sequence shards, which hold other tokens.
+    """Makes random numbers differ between pipeline stages and between ranks with sequence shards,
+    which share rows of the batch but hold different layers or tokens.
 
     Args:
         axes: outermost first.
@@ -101,7 +101,7 @@ class DrawApart(SectionOp):
     axes: Axes
 
     SCRIPT: ClassVar = call.ScriptFunction(
-        "draw_by_place", "Draws other numbers in each stage, and for each part of a sequence."
+        "draw_by_place", "Uses other random numbers in each stage and for each sequence shard."
     )
 
     def calls(self, _context: call.Context) -> Iterator[call.Step]:
@@ -113,7 +113,7 @@ class DrawApart(SectionOp):
     WORD: ClassVar = "apart"
 
     def headline(self, mesh: AxisSizes | None = None) -> str:
-        return f"other random numbers at each place along {phrases.axes(self.axes, mesh)}"
+        return f"other random numbers for each coordinate along {phrases.axes(self.axes, mesh)}"
 
 
 KINDS = (SyncRng, DrawByRank, DrawApart)

@@ -91,29 +91,31 @@ def draw_by_rank(
 
 
 def draw_apart(model: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
-    """Random numbers of a model that differ by place along some axes.
+    """Makes a model's random numbers differ between the ranks along some axes.
 
-    Each pass begins with the state that a script has set, if it is not a state of this
-    place already, made one: the seed is a key and a hash of key and place. So ranks
-    with one seed draw apart, passes one after the other go on in one stream, and a
-    state that checkpointing restores draws the same again.
+    Before each forward pass, of a batch or of a microbatch in a stage, an RNG state
+    that is not specific to this rank's coordinates is made specific: the seed becomes a
+    key and a hash of the key and the coordinates. So ranks that a script gives one seed
+    use different numbers, consecutive passes continue one stream, and a state that
+    checkpointing restores gives the same numbers again.
 
     Args:
-        model: before each of its passes, of a batch or of a microbatch in a stage.
-        mesh: of all axes.
-        axes: whose ranks hold other layers, or other tokens of the same rows.
+        model: the model, or a stage of a pipeline.
+        mesh: the mesh with all axes.
+        axes: the axes whose ranks hold different layers, or different tokens of the
+            same rows.
     """
-    place = [mesh.get_local_rank(axis) for axis in axes]
+    coordinates = [mesh.get_local_rank(axis) for axis in axes]
     kind = mesh.device_type
 
     def enter(_module: nn.Module, _inputs: Any) -> None:
         generator = default_generator(kind)
         seed = generator.initial_seed()
         if seed != (seed >> 32) << 32 | hash_number(
-            seed >> 32, b"apart", *place, size=4
+            seed >> 32, b"apart", *coordinates, size=4
         ):
             key = hash_number(generator.get_state().numpy().tobytes(), size=4)
-            own = hash_number(key, b"apart", *place, size=4)
+            own = hash_number(key, b"apart", *coordinates, size=4)
             generator.manual_seed(key << 32 | own)
 
     model.register_forward_pre_hook(torch.compiler.disable(enter))

@@ -1,4 +1,4 @@
-"""The operation of loss rules, and what it sends."""
+"""The operations of loss rules, and their collectives."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,13 +13,15 @@ from planc.sections.loss.ops import ChunkLoss
 
 
 def lower(plan: Plan, _facts: Facts) -> Iterator[AnyOp]:
-    """The loss is computed per vocabulary shard over an axis of several ranks."""
+    """Yields the operations of loss rules, over the axes with more than one rank."""
     for rule in plan.sections["loss"]:
         yield replace(rule, axes=tuple(a for a in rule.axes if plan.mesh.size(a) > 1))
 
 
 def sends(op: AnyOp, step: Step) -> Iterator[Sent]:
-    """The hidden states that the head gathers, their gradients, and three numbers a token."""
+    """Yields the collectives: the all-gather of hidden states for the head, the reduction of their
+    gradients, and three numbers per token.
+    """
     if not isinstance(op, ChunkLoss) or not op.axes:
         return
     one = replace(gather_template(op.WORD, op.modules, op.axes), times=step.passes)

@@ -1,4 +1,4 @@
-"""PL621 to PL626: which layers can have products in 8 bits, and under which other decisions."""
+"""PL621 to PL626: the layers that can have fp8 matmuls, and the decisions that exclude them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class _Found:
 
 
 def check(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """Each rule is on linear layers that may be rounded, and whose shards the kernels take."""
+    """Reports layers that cannot have fp8 matmuls, one finding for all layers of a kind."""
     if "matmul" in plan.broken:
         return
     found: dict[_Found, list[Modules]] = {}
@@ -62,7 +62,9 @@ def check(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 
 def _kind(op: LowPrecision) -> _Found | None:
-    """torchao rounds the products of nn.Linear alone, whose own forward its layer replaces."""
+    """The finding for a module that is not an nn.Linear: torchao converts no other module, and its
+    layer replaces the forward of a subclass.
+    """
     module = op.modules.module
     if module.kind == "linear" and module.cls == "Linear":
         return None
@@ -70,7 +72,7 @@ def _kind(op: LowPrecision) -> _Found | None:
     own = module.kind == "linear"
     return _Found(
         "PL621",
-        message="{} is no nn.Linear, and torchao rounds the products of no other module",
+        message="{} is not an nn.Linear, and torchao converts no other module",
         origin=op.origin,
         fact=f"it is a {module.cls}" + ", whose own forward would be lost" * own,
         help="name the linear layers inside it, as `{}.**<Linear>`"
@@ -94,7 +96,7 @@ def _critical_layer(op: LowPrecision, plan: Plan, facts: Facts) -> _Found | None
     elif "experts" in modules.path:
         what = (
             "an expert of its own",
-            "a router sends it any number of tokens, and products in 8 bits take multiples of 16",
+            "a router sends it any number of tokens, and fp8 matmuls need multiples of 16",
         )
     elif role == "a router":
         what = role, "a rounded score chooses another expert"
@@ -118,7 +120,7 @@ def _under(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
 
 
 def _sizes(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
-    """The features of a product must be multiples of a size, those of a rank's shard too.
+    """Yields matmuls whose features on a rank are not a multiple of the size that the kernel needs.
 
     No CPU path of torchao checks it; `torch._scaled_mm` raises on a GPU.
     """
@@ -135,7 +137,7 @@ def _sizes(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
         yield _Found(
             "PL623",
             message=f"{{}}: {local[wrong]:,} {('output', 'input')[wrong]} features on a rank, and "
-            f"products in {op.headline()} take multiples of {step}",
+            f"{op.headline()} matmuls need multiples of {step}",
             origin=op.origin,
             labels=(
                 *(Label(span=rule.origin, text="split here") for rule in splits),
@@ -147,7 +149,7 @@ def _sizes(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
 
 
 def _scales(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
-    """The ranks' scales must be those of one process."""
+    """Yields recipes whose scales on the ranks would differ from those of one process."""
     styles = [r for r in active(plan) if r.modules.overlap(op.modules) is not None]
     for rule in styles[:1] if op.recipe == "mxfp8" else ():
         yield _Found(
@@ -162,16 +164,17 @@ def _scales(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
         if axis.size > 1:
             yield _Found(
                 "PL626",
-                message=f"{{}}: a scale would be of the tokens of one rank of {axis.name}",
+                message=f"{{}}: each rank of {axis.name} would compute a tensorwise scale of its "
+                "own tokens",
                 origin=op.origin,
                 labels=(axis.label,),
-                fact="tensorwise, one scale is for all tokens of a pass: one process has another",
-                help="write `fp8(recipe = rowwise)`, whose scales are of single tokens",
+                fact="one process computes a tensorwise scale of all tokens of a pass",
+                help="write `fp8(recipe = rowwise)`, which scales each token separately",
             )
 
 
 def _styles(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
-    """torchao's own styles cast by the recipe that is theirs."""
+    """Yields torchao's own styles, which cast tensorwise, on layers with another recipe."""
     styles = [r for r in active(plan) if r.modules.overlap(op.modules) is not None]
     for rule in styles if op.recipe != "tensorwise" else ():
         if isinstance(rule.style, Custom) and "Float8" in rule.style.path:
@@ -186,30 +189,32 @@ def _styles(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
 
 
 def _gather_conflicts(op: LowPrecision, plan: Plan) -> Iterator[_Found]:
-    """FSDP gathers in fp8 what has one scale, known before the shards are together."""
+    """Yields weights that FSDP cannot all-gather in fp8, as their scale must be known before their
+    shards are gathered.
+    """
     message, labels, help = "", tuple[Label, ...](), "leave out `gather`"
     if op.recipe != "tensorwise":
-        message = "{}: scales of rows are not known before FSDP has gathered the rows"
+        message = "{}: the scales of rows are not known before FSDP has gathered the rows"
         help = "leave out `gather`, or write `recipe = tensorwise`"
     elif plan.fsdp is None or not plan.fsdp.shard or plan.fsdp.backend is not None:
-        message = "{}: no FSDP of torch gathers these weights"
+        message = "{}: torch's FSDP does not gather these weights"
     elif plan.pipeline is not None:
-        message = "{}: scales are computed before the model's forward, which stages do not call"
+        message = "{}: scales are computed before the model's forward, which pipeline stages skip"
         labels = (Label(span=plan.pipeline.origin, text="stages"),)
     elif other := next(_on_others(op, plan), None):
-        message = "{}: one all-reduce has the scales of all weights, and others are split otherwise"
+        message = "{}: one all-reduce computes all scales, and other weights have other axes"
         labels = (Label(span=other.origin, text="over other axes"),)
-        help = "gather only what is split over the same axes"
+        help = "gather in fp8 only weights that are split over the same axes"
     elif other := next(_other_recipes(op, plan), None):
         message = "{}: FSDP gathers a unit in one recipe"
         labels = (Label(span=other.origin, text="another recipe in the same unit"),)
-        help = "give both the same rule, or `unit`s of their own"
+        help = "give both the same rule, or separate `unit`s"
     if message:
         yield _Found("PL625", message=message, origin=op.origin, labels=labels, help=help)
 
 
 def _on_others(op: LowPrecision, plan: Plan) -> Iterator[LowPrecision]:
-    """The operations that gather in fp8 what is split over other axes."""
+    """Yields operations that gather in fp8 weights that are split over other axes."""
     own = {*_axes(op, plan)}
     for other in plan.sections["matmul"]:
         if other.gather and len(own | {*_axes(other, plan)}) > 1:
@@ -234,13 +239,14 @@ def _other_recipes(op: LowPrecision, plan: Plan) -> Iterator[LowPrecision]:
 
 
 def _warn_uncompiled(plan: Plan, sink: Sink) -> None:
+    """Reports fp8 matmuls outside of compiled modules (PL624)."""
     rules = plan.sections["matmul"]
     left = [op for op in rules if not any(holds(c.modules, op.modules) for c in plan.compilations)]
     if left:
         sink.warning(
             "PL624",
-            f"{several(op.modules for op in left)} round to 8 bits uncompiled",
+            f"the fp8 matmuls of {several(op.modules for op in left)} are not compiled",
             *dict.fromkeys(op.origin for op in left),
-            facts=["casts by single kernels cost more time than the products save"],
+            facts=["casts in separate kernels take more time than the matmuls save"],
             help="compile the blocks: `compile { $blocks : block }`",
         )

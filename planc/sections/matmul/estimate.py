@@ -1,4 +1,4 @@
-"""Time and findings of products in 8 bits."""
+"""The time of fp8 matmuls, and what an estimate reports of them."""
 
 from collections.abc import Iterator
 
@@ -34,23 +34,23 @@ def advise(answer: Answer, sink: Sink) -> None:
         if not hardware.rate(recipe):
             sink.warning(
                 "PL553",
-                f"{hardware.name} has no rate for {recipe} products",
+                f"{hardware.name} has no rate for {recipe} matmuls",
                 *dict.fromkeys(rule.origin for rule in rules if rule.recipe == recipe),
-                facts=("the estimate counts them as products in 16 bits",),
+                facts=("the estimate counts them as matmuls in 16 bits",),
                 help=f"name hardware that has them, or write {recipe}_tflops into a profile",
             )
 
 
 def assumptions(answer: Answer) -> Iterator[str]:
-    """The source of the rates, and the products that stay in 16 bits."""
+    """Yields the source of the rates, and the matmuls that stay in 16 bits."""
     layers = (layer for stage in answer.work.stages for layer, _ in stage)
     if any(m.grouped and m.format is None for layer in layers for m in layer.matmuls):
-        yield "products of experts in 16 bits"
+        yield "matmuls of experts in 16 bits"
     if any(answer.hardware.rate(rule.recipe) for rule in answer.plan.sections["matmul"]):
-        yield "products in 8 bits at published rates, compiled: planc measured no GPU with them"
+        yield "fp8 matmuls at published rates, compiled: planc has not measured a GPU with them"
 
 
 def measurement_obstacles(plan: Plan) -> Iterator[tuple[str, list[Span]]]:
-    """The reason for which `planc measure` runs no rank."""
+    """Yields the reason for which `planc measure` cannot run a rank, and the lines of the plan."""
     lines = dict.fromkeys(rule.origin for rule in plan.sections["matmul"])
-    yield "products in 8 bits are emulated here, which holds more than a GPU does", [*lines]
+    yield "fp8 matmuls are emulated here, which holds more memory than on a GPU", [*lines]

@@ -1,4 +1,4 @@
-"""Matrix products of linear layers in 8 bits, through torchao."""
+"""The operations that give linear layers fp8 or mxfp8 matmuls, through torchao."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -34,14 +34,14 @@ formats (OCP MX 1.0) is of 32 numbers along the dim that a product sums over.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowPrecision(SectionOp):
-    """torchao's layer in the place of each linear layer: its three products are of rounded numbers.
+    """Replaces linear layers by torchao's, which have fp8 or mxfp8 matmuls.
 
     Args:
-        recipe: `tensorwise` or `rowwise` (fp8: a scale a tensor, or a row), or `mxfp8` (a scale for
-            32 numbers).
+        recipe: `tensorwise` or `rowwise` (fp8 with one scale per tensor, or per row), or `mxfp8`
+            (one scale per 32 numbers).
         gather: whether FSDP all-gathers the weights in fp8.
-        emulate: whether numbers are rounded and then multiplied in the parameters' dtype, as on a
-            CPU; a proof does so everywhere.
+        emulate: whether operands are rounded and then multiplied in the parameters' dtype, as on a
+            CPU. Simulations always emulate.
     """
 
     modules: Modules
@@ -49,7 +49,9 @@ class LowPrecision(SectionOp):
     gather: bool = field(default=False, metadata=OMIT)
     emulate: bool = field(default=False, metadata=OMIT)
 
-    SCRIPT: ClassVar = ScriptFunction("convert_matmuls", "Rounds matrix products to 8 bits.")
+    SCRIPT: ClassVar = ScriptFunction(
+        "convert_matmuls", "Gives linear layers fp8 or mxfp8 matmuls."
+    )
 
     def calls(self, _context: Context) -> Iterator[Step]:
         name = "mxfp8_linear" if self.recipe == "mxfp8" else "fp8_linear"
@@ -63,15 +65,15 @@ class LowPrecision(SectionOp):
     ALONE: ClassVar = True
     NEEDS: ClassVar = "torchao"
     SIMULATION: ClassVar = SimulationKind.SEPARATELY
-    """A scale depends on all rows of a pass, and numbers on the border between two need float64."""
+    """A scale depends on all rows of a pass, and numbers between two fp8 values need float64."""
     SIMULATION_LIMIT: ClassVar = 1e-2
-    """In float64 a single number on the border between two may fall to the other side. A wrong
-    maximum is an error of 3e-2 and more."""
+    """In float64 a single number may be rounded to the other of two fp8 values. A wrong maximum
+    causes an error of at least 3e-2."""
 
     @property
     def simulation_dtype(self) -> str:
-        """`float64`: by the rounding of float32 alone, a number on the border between two falls to
-        either side. torchao has no mxfp8 in float64.
+        """`float64`, because rounding errors of float32 decide to which of two fp8 values a number
+        is rounded. `float32` for mxfp8, which torchao does not emulate in float64.
         """
         return "float32" if self.recipe == "mxfp8" else "float64"
 
@@ -84,8 +86,8 @@ class LowPrecision(SectionOp):
 
     def omission(self, *, precision: bool) -> tuple[str, str] | None:
         if cache.version("torchao") == "none":  # it rounds the operands of emulated products
-            return "matmul", "torchao is not installed: products are not rounded to 8 bits"
-        text = "products in 8 bits are compared in float64, by a run without `--precision`"
+            return "matmul", "torchao is not installed: no matmul is in fp8"
+        text = "fp8 matmuls are compared in float64, by a run without `--precision`"
         return ("matmul", text) if precision else None
 
     def decisions(self, question: Question) -> Iterator[Decision]:
@@ -99,7 +101,7 @@ class LowPrecision(SectionOp):
 
     @property
     def requirements(self) -> tuple[Requirement, ...]:
-        reason, help = "the plan has products in 8 bits", "pip install 'planc[fp8]'"
+        reason, help = "the plan has fp8 matmuls", "pip install 'planc[fp8]'"
         return (Requirement("torchao.float8", "PL627", reason, help),)
 
     PHASE: ClassVar = Phase.LAYERS

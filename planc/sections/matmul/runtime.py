@@ -1,4 +1,4 @@
-"""The requirement of 8-bit products on the device."""
+"""The requirement of fp8 matmuls on the device."""
 
 import torch
 
@@ -15,7 +15,7 @@ scales of blocks from Blackwell on; not run here.
 
 
 def require(lowered: Lowered, device: str) -> None:
-    """Checks that this device has the 8-bit products of a plan.
+    """Checks that this device has the fp8 matmuls of a plan.
 
     Raises:
         PlanError: PL628, the device has no such products.

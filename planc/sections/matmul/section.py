@@ -1,4 +1,4 @@
-"""The matmul section -> linear layers whose matrix products are in 8 bits."""
+"""Reads the matmul section: the linear layers with fp8 or mxfp8 matmuls."""
 
 from planc.elaborate.call_arguments import Arguments
 from planc.elaborate.program import Program

@@ -1,4 +1,4 @@
-"""Linear layers of torchao, whose matrix products are of numbers in 8 bits."""
+"""Linear layers of torchao, with fp8 or mxfp8 matmuls."""
 
 import dataclasses
 import functools
@@ -21,11 +21,11 @@ from planc.compat.torchao import (
 def fp8_linear(
     layer: nn.Linear, recipe: str, device: str, *, gather: bool = False
 ) -> Float8Linear:
-    """A layer with the same parameters, whose products are of numbers in fp8.
+    """Returns a layer with the same parameters and fp8 matmuls.
 
     Args:
         recipe: `tensorwise` or `rowwise`.
-        device: a `cpu` has no such products: it multiplies the rounded numbers in the
+        device: `cpu` emulates fp8 matmuls: it multiplies the rounded operands in the
             dtype of the parameters.
         gather: whether FSDP all-gathers the weight in fp8.
     """
@@ -42,10 +42,11 @@ def fp8_linear(
 
 
 def in_float64(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torchao's emulated product, which is in float32: in float64 where parameters are.
+    """Wraps torchao's emulated matmul, which computes in float32, to compute in float64 if
+    the parameters are in float64.
 
-    Else sums in another order differ by the rounding of float32, by which a number on
-    the border between two of 8 bits falls to the other side.
+    Otherwise rounding errors of float32, which depend on the order of sums, would decide
+    to which of two fp8 values a number is rounded.
     """
 
     @functools.wraps(product)
@@ -60,10 +61,10 @@ def in_float64(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def mxfp8_linear(layer: nn.Linear, device: str) -> nn.Linear:
-    """The layer, whose products are of numbers in fp8 with a scale for 32 of them.
+    """Returns the layer with mxfp8 matmuls: fp8 with one scale per 32 numbers.
 
     Args:
-        device: a `cpu` has no such products: it multiplies the rounded numbers.
+        device: `cpu` emulates the matmuls: it multiplies the rounded operands.
     """
     recipes = MXFP8TrainingRecipe
     recipe = recipes.MXFP8_EMULATED_RCEIL if device == "cpu" else recipes.MXFP8_RCEIL
@@ -76,7 +77,7 @@ def mxfp8_linear(layer: nn.Linear, device: str) -> nn.Linear:
 def scale_before_forward(model: nn.Module) -> None:
     """Scales the weights that FSDP gathers in fp8, before each forward pass.
 
-    In front of FSDP's own hook, which may gather the first units.
+    The hook runs before FSDP's pre-forward hook, which may all-gather the first units.
     """
 
     def scale(module: nn.Module, *_: Any) -> None:

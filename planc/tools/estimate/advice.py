@@ -107,7 +107,7 @@ def _slow_offload(found: Answer, sink: Sink) -> None:
 
     def home(layer: Layer, _: int) -> Layer:
         here = replace(
-            layer, parked=False, away=0, kept_selective=layer.kept_selective + layer.away
+            layer, offloaded=False, away=0, kept_selective=layer.kept_selective + layer.away
         )
         return replace(here, states=layer.states + layer.hosted, hosted=0)
 

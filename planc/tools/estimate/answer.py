@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from planc.diagnostics.diagnostic import Diagnostic, Label, Sink, one_of
 from planc.diagnostics.source import Span
 from planc.ir.experts import fullest
-from planc.ir.masters import masters
 from planc.ir.nodes import Plan
+from planc.ir.optimizer_dtype import assume_fp32_steps
 from planc.lowering.step import require_divisible
 from planc.model.config import integer_of
 from planc.model.facts import Facts
@@ -83,9 +83,9 @@ class Answer:
     findings: tuple[Diagnostic, ...] = ()
 
     @property
-    def masters(self) -> bool:
+    def assumes_fp32(self) -> bool:
         """Whether the dtype that the optimizer steps is assumed."""
-        return masters(self.plan, self.facts) is not None
+        return assume_fp32_steps(self.plan, self.facts) is not None
 
     @property
     def optimizer(self) -> str:
@@ -208,14 +208,14 @@ def lines(plan: Plan) -> dict[str, Span]:
     wide = {axis.role: axis.origin for axis in reversed(plan.mesh.axes) if axis.size > 1}
     section = plan.fsdp
     offload = section.offload.origin if section and section.offload else None
-    parked = (rule.origin for rule in plan.checkpoint_rules if rule.hosts)
+    offloaded = (rule.origin for rule in plan.checkpoint_rules if rule.hosts)
     stages = plan.pipeline.op.origin if plan.pipeline else None
     found = {
         "tensor_collectives": wide.get(AxisRole.TENSOR),
         "context_collectives": wide.get(AxisRole.SEQUENCE),
         "expert_collectives": plan.experts[0].origin if plan.experts else None,
         "data_collectives": section.origin if section else None,
-        "host_copies": next(parked, offload),
+        "host_copies": next(offloaded, offload),
         "pipeline_sends": stages,
         "pipeline_bubble": stages,
         "optimizer": plan.optimizer[0].origin if plan.optimizer else offload,
@@ -366,12 +366,12 @@ def assumptions(found: Answer, images: str = "") -> Iterator[str]:
     elif experts and experts.ranks.size > 1 and asked:
         yield "equal shares of tokens for all experts"
     dtype = {4: "fp32", 2: "16 bits", 8: "fp64"}.get(found.work.precision.rest, "8 bits")
-    said = "" if found.masters else ", as "
+    said = "" if found.assumes_fp32 else ", as "
     if found.facts.built:
         said += "the model has them"
     elif found.plan.adapters is not None:
         said += "its adapters have them"
-    elif not found.masters:
+    elif not found.assumes_fp32:
         said += "the plan or the configuration has them"
     if any(a.linear for part in found.work.stages for x, _ in part for a in x.attention):
         yield "linear attention in fused kernels (fla, mamba_ssm)"
@@ -383,7 +383,7 @@ def assumptions(found: Answer, images: str = "") -> Iterator[str]:
     for assumptions in _ASSUMPTIONS.find_all(found.plan.sections):
         yield from assumptions(found)
     assumed = " (assumed, as docs/training.md has it; `load { dtype = ... }` says another)"
-    yield f"{found.optimizer} on parameters in {dtype}{said}{assumed * found.masters}"
+    yield f"{found.optimizer} on parameters in {dtype}{said}{assumed * found.assumes_fp32}"
 
 
 def model_assumptions(facts: Facts, tokens: int, *, towers: bool = True) -> Iterator[str]:
@@ -422,7 +422,7 @@ def _memory(found: Answer, explain: bool) -> Iterator[str]:
     yield from held_lines(step.fullest, explain=explain)
     for rank in step.ranks:
         if rank is not step.fullest:
-            yield f"  {rank.peak / GIB:8.2f}  at place {rank.rank}: {rank.largest.name}"
+            yield f"  {rank.peak / GIB:8.2f}  pipeline rank {rank.rank}: {rank.largest.name}"
     if explain:
         copied = max(rank.copied for rank in step.ranks)
         unit, of = unit_of(copied)
@@ -492,7 +492,7 @@ def document(found: Answer) -> dict[str, Any]:
         "optimizer": {
             "name": found.optimizer,
             "bytes": found.work.precision.rest,
-            "assumed": found.masters,
+            "assumed": found.assumes_fp32,
         },
         "fits": found.fits,
         "usable": step.usable,

@@ -19,10 +19,10 @@ class MicroBatch(NamedTuple):
     Args:
         rows, tokens: of its input.
         dtype: of parameters and activations, such as `bfloat16`.
-        exchange: what attention exchanges between parts of a sequence, how many there are, and
-            how many ranks exchange heads for tokens, where not all do.
-        states: what is exchanged of states, `state` or `gather`, and in how many runs of tokens a
-            rank has its part; empty where none go on.
+        exchange: how attention communicates between sequence shards, the number of shards, and the
+            number of ranks of a Ulysses all-to-all, if it is fewer.
+        states: how recurrent states are exchanged, `state` or `gather`, and the number of chunks
+            in which a rank holds its tokens; empty if there are none.
         kernels: whether states are computed by the kernels of fla and mamba_ssm, or by the torch
             operators that transformers has in their place.
     """

@@ -15,7 +15,7 @@ from planc.diagnostics.diagnostic import Sink
 from planc.elaborate.sections.stage_sizes import balance_stages, even
 from planc.ir.nodes import PipelineRule, Plan
 from planc.ir.shared_parameters import cut_at
-from planc.lowering.timetable import timetable
+from planc.lowering.schedules import simulate_schedule
 from planc.model.facts import Facts
 from planc.model.layer_kinds import length
 from planc.ops.base import AxisRole
@@ -59,14 +59,14 @@ class Cuts:
             return step_time(replace(step, stages=stages), self.hardware, self.stack).seconds
 
         def schedule_seconds(bounds: Bounds) -> float:
-            return timetable(
+            return simulate_schedule(
                 op.schedule,
                 ranks=step.pipeline.size,
                 chunks=step.chunks,
                 micro_batches=op.microbatches,
                 forward=[sum(forward[a:b]) for a, b in pairwise(bounds)],
                 backward=[sum(backward[a:b]) for a, b in pairwise(bounds)],
-                rows=op.timetable,
+                rows=op.rank_passes,
             ).seconds
 
         both = [one + two for one, two in zip(forward, backward, strict=True)]
@@ -81,7 +81,7 @@ class Cuts:
         as there are blocks.
         """
         op, facts = self.rule.op, self.work.facts
-        single = replace(op, schedule="gpipe", timetable=())
+        single = replace(op, schedule="gpipe", rank_passes=())
         rule = replace(self.rule, op=cut_at(single, (*range(length(op.blocks) + 1),), facts))
         plan = replace(self.work.plan, pipeline=rule)
         return [*PlanWork(plan, facts, self.work.batch, self.stack).stages(counted)]

@@ -15,8 +15,8 @@ from typing import Any
 
 from planc.infer.apply_adapters import styles
 from planc.ir.experts import expert_styles, fullest
-from planc.ir.masters import masters
 from planc.ir.nodes import Plan, TensorRule, Unit
+from planc.ir.optimizer_dtype import assume_fp32_steps
 from planc.lowering.lower import lower, on_activations
 from planc.lowering.memory import Holding, Holdings
 from planc.lowering.pipeline_sends import arguments_of, messages
@@ -104,7 +104,7 @@ class PlanWork:
     tables: Mapping[str, CallTable] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        plan = self.plan = masters(self.plan, self.facts) or self.plan
+        plan = self.plan = assume_fp32_steps(self.plan, self.facts) or self.plan
         wide = (r for r in (*plan.tensor, *styles(plan)) if plan.mesh.size(r.axis) > 1)
         self.rules = tuple(r for r in wide if r.style != Replicated())
         rules = (*self.rules, *expert_styles(plan))
@@ -219,7 +219,7 @@ class PlanWork:
             micro_batches=op.microbatches if op else self.batch.micro_batches,
             runs=self.batch.micro_batches if op else 1,
             schedule=op.schedule if op else "1f1b",
-            timetable=op.timetable if op else (),
+            rank_passes=op.rank_passes if op else (),
             chunks=len(stages) // self._ranks,
             staged=op is not None,
             messages=self._messages(stages),
@@ -271,7 +271,7 @@ class PlanWork:
             return {}
 
     def _updates(self) -> Iterator[Update]:
-        """Yields the update by the optimizer section at each place of the pipeline."""
+        """Yields the update by the optimizer section on each pipeline rank."""
         if self.plan.optimizer:
             step = replace(self.step, lowered=lower(self.plan, self.facts))
             for stage in step.lowered.stages:
@@ -486,7 +486,7 @@ class PlanWork:
             loss=last,
             at_once=bool(self.plan.loss_rules),
             recompute=recompute_of(rule),
-            parked=rule is not None and rule.offload,
+            offloaded=rule is not None and rule.offload,
             away=split.away(rule),
             width=_gathered_width(unit, inside),
             narrow=_narrow(inside, name),

@@ -136,7 +136,7 @@ def _silence_log() -> Iterator[None]:
 
 
 def _layers(facts: Facts, kept: dict[int, list[tuple[int, ...]]]) -> dict[str, tuple[str, ...]]:
-    """For each layer of the proxy model that counts, the names of the real ones like it.
+    """For each counted layer of the proxy model, the names of the real layers that it represents.
 
     Of several small layers of one kind the last counts: the first may take another input.
     """
@@ -231,7 +231,7 @@ class _Recorder:
 
     @contextmanager
     def record_kernel(self, kernel: Kernel, read: int) -> Iterator[None]:
-        """Notes one kernel; its stand-in's own operators do not count."""
+        """Records one kernel; the operators of its substitute are not counted."""
         at, module = self.layer()
         keys = round(kernel.flops / 4 / kernel.head_dim)
         if keys:

@@ -8,7 +8,7 @@ from math import isclose
 from operator import mul
 
 from planc.diagnostics.source import Span
-from planc.lowering.timetable import InFlight, in_flight, orders
+from planc.lowering.schedules import InFlight, in_flight, orders
 from planc.tools.estimate.profiles import Hardware, Stack
 from planc.tools.estimate.workload import Layer, Sharding, Workload
 
@@ -212,7 +212,7 @@ class _Rank:
 
     def saved_bytes(self, layer: Layer) -> float:
         """Bytes of one layer's activations for one micro-batch."""
-        return 0.0 if layer.parked else layer.stays
+        return 0.0 if layer.offloaded else layer.stays
 
     def waits(self, layer: Layer) -> float:
         """Bytes that one layer of one micro-batch holds for the gradients of its weights, beside
@@ -225,7 +225,7 @@ class _Rank:
         weights begin.
         """
         work, ranks = self.work, self.work.pipeline.size
-        every = orders(work.schedule, ranks, work.chunks, work.micro_batches, work.timetable)
+        every = orders(work.schedule, ranks, work.chunks, work.micro_batches, work.rank_passes)
         found = in_flight(every[self.rank], work.chunks)
         first = [moment for moment in found if moment.begins.part != "W"]
         return first, [moment for moment in found if moment.begins.part == "W"]
@@ -279,7 +279,7 @@ class _Rank:
         has several stages, until the end of the step, when torch's runtime of such schedules waits
         for it.
         """
-        lasts = self.work.schedule not in ("1f1b", "gpipe") or bool(self.work.timetable)
+        lasts = self.work.schedule not in ("1f1b", "gpipe") or bool(self.work.rank_passes)
         for outputs, gradients, here, n, given in zip(
             self.sends, self.returns, held, most.sent, most.returned, strict=True
         ):

@@ -51,11 +51,11 @@ def _stepping_rules(holding: Holding, plan: Plan) -> Iterator[tuple[int, Optimiz
 def update_of(
     stage: Stage, step: Step, plan: Plan, holdings: Holdings, group: Callable[..., Group]
 ) -> Update:
-    """The update at one place of the pipeline.
+    """The update on one pipeline rank.
 
     Args:
-        stage: the operations there.
-        holdings: the parameters of all places.
+        stage: the operations of that rank.
+        holdings: the parameters of all pipeline ranks.
         group: the ranks along some axes.
     """
     ops = [op for op in stage.ops if isinstance(op, Optimize)]

@@ -76,7 +76,7 @@ class Hardware:
     sources: dict[str, str] = field(default_factory=dict, compare=False)
 
     def rate(self, recipe: str) -> float:
-        """TFLOP/s of large products in 8 bits by a recipe of a `matmul` section; 0 for none."""
+        """TFLOP/s of large fp8 matmuls with a recipe of a `matmul` section; 0 for none."""
         return float(getattr(self, f"{recipe}_tflops"))
 
     def without_collectives(self) -> Hardware:

@@ -4,7 +4,7 @@ Adapters and frozen parameters: autograd keeps the input of a layer for the grad
 not where that is frozen, but for the factor A of an adapter. Parts of sequences: what would come
 from other ranks has its size and nothing else. Kernels of linear attention and state-space layers:
 transformers computes them in loops of small torch operators where `fla` or `mamba_ssm` is not
-installed, and whoever trains such a model has the kernels; a stand-in has their outputs and keeps
+installed, and whoever trains such a model has the kernels; a substitute has their outputs and keeps
 what they keep, and its FLOPs are those of the chunked algorithm, at the pace of attention's kernel.
 This module imports torch.
 """
@@ -59,7 +59,7 @@ class StandIn(ContextParallel):
     Args:
         attention: `all_gather`, `ring` or `ulysses`.
         size: how many parts a sequence has.
-        ulysses: how many ranks exchange heads for tokens.
+        ulysses: the number of ranks of a Ulysses all-to-all.
     """
 
     def __init__(self, model: nn.Module, attention: str, size: int, ulysses: int = 1) -> None:
@@ -184,7 +184,7 @@ def train_as(facts: Facts, model: nn.Module, named: Mapping[str, tuple[str, ...]
     Args:
         facts: the real model, with the adapters of the plan.
         model: its small one, without them.
-        named: for layers of the proxy model the names of the real ones like it.
+        named: for layers of the proxy model, the names of the real layers that they represent.
 
     Returns:
         The weights of the adapters.

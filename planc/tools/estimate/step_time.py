@@ -1,7 +1,7 @@
 """Seconds of a training step, by what they are spent on.
 
 A layer's pass takes as long as the slower of the accelerator and the CPU that launches for it.
-The pipeline's timetable is simulated; the gradients' reduction and the optimizer follow.
+The pipeline's schedule is simulated; the gradients' reduction and the optimizer follow.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from planc.lowering.schedules import simulate_schedule
 from planc.lowering.step import GATHER, REDUCE, SCATTER
-from planc.lowering.timetable import timetable
 from planc.tools.estimate import kernels
 from planc.tools.estimate.profiles import Hardware, Stack
 from planc.tools.estimate.workload import (
@@ -256,7 +256,7 @@ class Passes:
 
     def activation_copy_seconds(self, layer: Layer) -> float:
         """Seconds to copy offloaded activations; on the compute stream, so not overlapped."""
-        return self._copy_seconds(layer.stays if layer.parked else layer.away)
+        return self._copy_seconds(layer.stays if layer.offloaded else layer.away)
 
     def _copy_seconds(self, size: float) -> float:
         return size / (self.hardware.host_gb_s * 1e9)
@@ -315,7 +315,7 @@ def step_time(work: Workload, hardware: Hardware, stack: Stack) -> StepTime:
     forward = [_sum((passes.forward(x), n) for x, n in stage) for stage in work.stages]
     backward = [_sum((passes.backward(x), n) for x, n in stage) for stage in work.stages]
     ranks, count = work.pipeline.size, work.micro_batches
-    plan = timetable(
+    plan = simulate_schedule(
         work.schedule,
         ranks=ranks,
         chunks=work.chunks,
@@ -323,7 +323,7 @@ def step_time(work: Workload, hardware: Hardware, stack: Stack) -> StepTime:
         forward=[s.total for s in forward],
         backward=[s.total for s in backward],
         hops=hops(work, hardware),
-        rows=work.timetable,
+        rows=work.rank_passes,
     )
     last = [sum(backward[stage].total for stage in work.of_rank(r)) for r in range(ranks)]
     exposed, optimizer = _after(passes, last)

@@ -105,7 +105,7 @@ class PartSplit:
         experts = work.plan.mesh.experts
         self.experts = experts.ranks.size if experts else 1
         self.senders = 1 if experts and experts.inside else self.ranks
-        """The ranks with equal tokens that each send a part of them to divided experts."""
+        """The ranks with equal tokens that each dispatch a part of them to the experts."""
         found = ((below(r.modules, self.name), r) for r in dividing(work.plan))
         self.divided = {name: rule for name, rule in found if name is not None}
         """The rules that dispatch tokens to the experts of modules, by the modules that ranks
@@ -210,7 +210,7 @@ class PartSplit:
         return sum(self._rank_bytes(*one) for one in self.part.bytes_moved.items())
 
     def _rank_bytes(self, module: str, size: int) -> float:
-        """Bytes on one rank: for divided experts, on the one whose experts get most tokens."""
+        """Bytes on one rank; for expert-parallel modules, on the rank with the most tokens."""
         most = self.work.imbalance if self._dispatch(module) else 1.0
         return size / self.factor(module) * most
 
@@ -353,7 +353,7 @@ class PartSplit:
     def _times(self, sent: Sent, stage: int | None) -> int:
         """The number of such collectives of one layer for one micro-batch."""
         step = self.work.step
-        if sent.modules is None:  # blocks that attend exchange with other parts of the sequence
+        if sent.modules is None:  # blocks with attention exchange keys and values of other shards
             attends = self.part.attended or any(p.count > 1 for p in self.part.products)
             blocks = attending(step)[1] if self.part.at and attends else 0
             own = [

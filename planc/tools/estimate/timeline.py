@@ -52,11 +52,11 @@ def passes(found: Answer) -> Bars:
 
 
 def bytes_sent(step: Step) -> dict[str, float]:
-    """Bytes that a rank sends in a step, at the place of the pipeline that sends most, by the names
-    of the axes of its groups, joined with ` x `.
+    """The communication volume of a step in bytes, on the pipeline rank that sends most, by the
+    names of the axes of its process groups, joined with ` x `.
 
     In a ring each rank but one passes a part on; an all-reduce does it twice (Patarasuk and Yuan,
-    2009). What is not known (`planc.lowering.sends.left_out`) is missing.
+    2009). Unknown sizes (`planc.lowering.sends.left_out`) are not included.
     """
     lowered, most = step.lowered, dict[str, float]()
     for stage in lowered.stages:

@@ -179,7 +179,7 @@ class Layer:
         resident: the share of equal layers whose gathered parameters stay from forward on, such as
             the last one's (`reshard = except_last`) and those of replicas.
         recompute: what the forward pass keeps of it.
-        parked: whether what it keeps until backward is copied to the host's memory and back.
+        offloaded: whether what it keeps until backward is copied to the host's memory and back.
         away: bytes that are copied there beside what it keeps.
         width: bytes of an element of its units while they are gathered, 0 for `compute`.
         narrow: elements of its largest unit that are gathered in one byte each.
@@ -221,7 +221,7 @@ class Layer:
     at_once: bool = False
     resident: float = 0
     recompute: Recompute = Recompute.NONE
-    parked: bool = False
+    offloaded: bool = False
     away: float = 0
     width: int = 0
     narrow: int = 0
@@ -265,7 +265,7 @@ class ElementSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """The work of a plan's optimizer at one place of the pipeline, beside passes over states.
+    """The work of a plan's optimizer on one pipeline rank, besides passes over its states.
 
     Args:
         name: its algorithms.
@@ -297,7 +297,7 @@ class Workload:
         tensor, context, experts, pipeline: the other groups.
         micro_batches: in one run of the schedule.
         runs: of the schedule in a step.
-        timetable: the passes of each rank, where the plan has its own.
+        rank_passes: the passes of each rank, where the plan has its own.
         chunks: stages that one rank holds (interleaved schedules).
         staged: whether units stay gathered after a backward pass and gradients whole until all
             passes are done, as `run.forward_backward` has it in a pipeline.
@@ -322,7 +322,7 @@ class Workload:
     micro_batches: int = 1
     runs: int = 1
     schedule: str = "1f1b"
-    timetable: tuple[str, ...] = ()
+    rank_passes: tuple[str, ...] = ()
     chunks: int = 1
     staged: bool = False
     messages: Ways = ()

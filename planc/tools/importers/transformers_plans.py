@@ -152,7 +152,7 @@ def record_stages(writer: RuleWriter) -> None:
 
 
 def _split(name: str, styles: Mapping[str, str]) -> str | None:
-    """The style of a plan for a module; empty if other rules imply it, None if there is none."""
+    """The style for a module in a plan; empty if other rules imply it, None if there is none."""
     style = styles[name]
     inside = {key.rpartition(".")[2]: key for key in styles if key.rpartition(".")[0] == name}
     if style == "local_params":
@@ -165,7 +165,7 @@ def _split(name: str, styles: Mapping[str, str]) -> str | None:
 
 
 def _expert_parallel(writer: RuleWriter, name: str, styles: Mapping[str, str]) -> bool:
-    """Whether a rule for tensors is dropped because experts are divided over ranks."""
+    """Whether a tensor rule has no effect because its module is expert-parallel."""
     if (writer.given.get("ep_size") or 1) == 1:
         return False
     rules = writer.given.get("ep_rule") or {}
@@ -175,7 +175,9 @@ def _expert_parallel(writer: RuleWriter, name: str, styles: Mapping[str, str]) -
 
 
 def _owner(name: str, styles: Mapping[str, str]) -> str:
-    """The kind of module whose rule has the parameter of this name; empty for a module's name."""
+    """Returns `experts` or `module` if a name is of a parameter that the rule of its module covers;
+    empty if it is the name of a module.
+    """
     holder, _, last = name.rpartition(".")
     if styles.get(holder) in _EXPERTS or holder.endswith(".experts"):
         return "experts"
@@ -184,12 +186,12 @@ def _owner(name: str, styles: Mapping[str, str]) -> str:
 
 
 def _relative(key: str) -> str:
-    """A key of a file without the keys of the plan that it is in."""
+    """The name of modules in a key, without the prefix of the plan, such as `tp_plan.`."""
     return re.sub(r"^(.*\.)?(base_model_)?(tp|ep|fsdp|pp)_plan\.(model\.(?=layers\.))?", "", key)
 
 
 def _path(name: str, blocks: str) -> str:
-    """The modules of a name that is relative to the base model, a child of the whole model."""
+    """The selector for a name that is relative to the base model."""
     if name.startswith(("lm_head", "model.")):
         return name
     if re.fullmatch(r"\w+\.\*", name):

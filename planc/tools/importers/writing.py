@@ -473,7 +473,7 @@ class Writer:
         words = [w for w in ("fp8", "converters", "fp8_recipe", "fp8_gather", "fp8_backend",
                              "fp8_skip") if w in given]  # fmt: skip
         if not (given.get("fp8") or given.get("converters")):
-            return self.record("same", "no products in 8 bits", *words)
+            return self.record("same", "no fp8 matmuls", *words)
         recipe = given.get("fp8_recipe") or "tensorwise"
         if given.get("fp8_backend") == "other" or given.get("converters") == "mx":
             return self.record("lost", LOST["low_bits"], *words)

@@ -158,7 +158,7 @@ def _rules(rules: dict[str, str], notes: dict[str, str]) -> Iterable[str]:
 
 
 def brace_names(names: list[str]) -> list[str]:
-    """Names that differ in one place as one selector: `mlp.{gate,up}_proj`."""
+    """Joins names that differ in one word into one selector, such as `mlp.{gate,up}_proj`."""
     groups: dict[str, list[str]] = {}
     for name in names:
         holder, _, last = name.rpartition(".")
@@ -202,7 +202,7 @@ def _checkpoint(draft: Draft) -> Iterator[str]:
 
 
 def _fsdp(draft: Draft) -> Iterator[str]:
-    """The section of units: its own where no base plan has it, else what is missing there."""
+    """Yields the fsdp section: the full one, or only units that the base plan lacks."""
     lines: list[str] = [] if draft.fits else [_PRECISION]
     for path, name in draft.names.items():
         classes = draft.units.get(path)
@@ -226,7 +226,7 @@ def _fsdp(draft: Draft) -> Iterator[str]:
 
 
 def _ends(draft: Draft) -> Iterator[str]:
-    """The units of the modules around the blocks."""
+    """The units of the embedding, the last norm and the head."""
     ends = [name for name in (*draft.tail, draft.head) if name]
     apart = [f"{draft.embedding} : unit"] if draft.embedding else []
     if ends:
@@ -241,5 +241,5 @@ def _ends(draft: Draft) -> Iterator[str]:
 
 
 def parsed_text(text: str) -> tuple[ast.File, ...]:
-    """The text of a draft, parsed, behind the plans that it extends."""
+    """Parses the text of a draft, after the plans that it extends."""
     return read_text(DRAFT, text, Sink())

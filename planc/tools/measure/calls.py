@@ -30,7 +30,7 @@ _ATTENTION = "attention"
 
 
 class ForwardDone(BaseException):
-    """Ends a step where its forward passes end."""
+    """Raised to end a step after its forward passes."""
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:

@@ -1,4 +1,4 @@
-"""The bytes that a rank holds in a step, counted by running it, at each place of the pipeline.
+"""Counts the bytes that each pipeline rank holds in a step, by running it.
 
 Bytes of each moment are a constant and a multiple of the layers, as long as layers of the same
 kinds follow each other. So a deep model is run with a few layers, and with one period of them
@@ -126,7 +126,7 @@ def count(
     device: str = "",
     allow_code: bool = False,
 ) -> list[CountedRank]:
-    """Runs a rank of each place of the pipeline.
+    """Runs each pipeline rank once, separately.
 
     Args:
         compiled: a plan without errors, for a transformers model.
@@ -227,9 +227,9 @@ def _not_run(plan: Plan, lowered: Lowered, device: str) -> Iterator[tuple[str, l
     yield compiled, [op.origin for op in plan.compilations]
     for reasons in _OBSTACLES.find_all(plan.sections):
         yield from reasons(plan)
-    parked = [rule.origin for rule in plan.checkpoint_rules if rule.hosts]
+    offloaded = [rule.origin for rule in plan.checkpoint_rules if rule.hosts]
     shards = [section.offload.origin] if section and section.offload else []
-    yield "what is offloaded is not on the device", [*shards, *parked]
+    yield "what is offloaded is not on the device", [*shards, *offloaded]
     quantized = [op.origin for op in lowered.ops if op.READS_VALUES]
     yield "quantized weights have values", quantized
 
@@ -382,7 +382,7 @@ class _Work:
         assert self.compiled.plan is not None
         rule, each, every = self.compiled.plan.pipeline, self.places, self.microbatches
         few = FILLED * each
-        whole = self.exact or rule is None or rule.op.timetable or every % each
+        whole = self.exact or rule is None or rule.op.rank_passes or every % each
         if whole or every < 2 * few + each:
             return [(every, 0)]
         return [(few, 0), (few + each, (every - few) // each)]
@@ -420,7 +420,7 @@ class _Work:
         yield from made
 
     def rank(self, place: int) -> CountedRank:
-        """Counts the memory of the rank at a place of the pipeline."""
+        """Counts the memory of one pipeline rank."""
         if place and not self.form:  # what the first stage sends has the form of all
             self._run(self.depths[0][0], 0, "", self.rounds[0][0])
         rounds = self.rounds

@@ -95,7 +95,7 @@ def report(found: Order, sink: Sink) -> bool:
     Two steps follow each other, so that a call that a rank leaves out meets the next step's.
     """
     both = {rank: (*found.first[rank], *found.later[rank]) for rank in found.first}
-    places = {rank: found.place(rank) for rank in both}
+    places = {rank: found.pipeline_rank(rank) for rank in both}
     before = sink.errors
     pair = next(first_divergences(both, places), None)
     if pair:

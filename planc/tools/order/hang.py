@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planc.lowering.rank_calls import WAIT, Groups, RankCall, place_of
+from planc.lowering.rank_calls import WAIT, Groups, RankCall, pipeline_rank_of
 from planc.ops import phrases
 from planc.ops.claims import MESSAGES
 from planc.ops.lowered import Lowered
@@ -130,11 +130,11 @@ def explain(dumps: Mapping[int, RankDump], lowered: Lowered, order: Order | None
             error=dump.error,
             left_out=left_out,
         )
-    usual = Counter((place_of(lowered, rank), one.left_out) for rank, one in found.items())
-    reporting = Counter(place_of(lowered, rank) for rank in found)
+    usual = Counter((pipeline_rank_of(lowered, rank), one.left_out) for rank, one in found.items())
+    reporting = Counter(pipeline_rank_of(lowered, rank) for rank in found)
     for rank, one in found.items():
         awaited = tuple(_missing_ranks(one, one.entry, found)) if one.entry else ()
-        place = place_of(lowered, rank)
+        place = pipeline_rank_of(lowered, rank)
         # without another rank of the stage nothing says that the calls are expected of this one
         alone = usual[place, one.left_out] == 1 and reporting[place] > 1 and not one.has_died
         found[rank] = replace(one, awaited=awaited, left_out=one.left_out if alone else ())
@@ -147,8 +147,8 @@ def _of_place(order: Order | None, lowered: Lowered, rank: int) -> Sequence[Rank
     """The calls of a rank in a step: those of the first rank of its place."""
     if order is None:
         return ()
-    place = place_of(lowered, rank)
-    first = next(r for r in order.later if order.place(r) == place)
+    place = pipeline_rank_of(lowered, rank)
+    first = next(r for r in order.later if order.pipeline_rank(r) == place)
     return [call for call in order.later[first] if call.kind != WAIT]
 
 

@@ -9,14 +9,14 @@ from math import prod
 from planc.compiler import Compiled
 from planc.ir.nodes import Plan
 from planc.ir.stand_in import Unrepresented
-from planc.lowering.rank_calls import Groups, RankCall, calls, place_of
+from planc.lowering.rank_calls import Groups, RankCall, calls, pipeline_rank_of
 from planc.lowering.step import Step
 from planc.model.facts import most_stored
 from planc.ops.base import AxisRole
 from planc.ops.document import dumps
 from planc.ops.lowered import Lowered
 from planc.proof.small_case import small_case
-from planc.proof.small_mesh import MOST, fewest, for_timetable, longer, with_experts
+from planc.proof.small_mesh import MOST, fewest, for_schedule_file, longer, with_experts
 from planc.simulate.rank_job import RankJob, RankRunner, RankStep
 from planc.tools.measure.count import NotCountedError, require_runnable
 
@@ -30,17 +30,18 @@ class Order:
     """
     Args:
         lowered: the plan that was run.
-        first: by rank, the calls of the first step, in which stages tell what they send.
-        later: of every other step.
+        first: the calls of each rank in the first step, in which stages announce the shapes that
+            they send.
+        later: the calls of each rank in every other step.
     """
 
     lowered: Lowered
     first: Mapping[int, tuple[RankCall, ...]]
     later: Mapping[int, tuple[RankCall, ...]]
 
-    def place(self, rank: int) -> int:
-        """The place of a rank in the pipeline."""
-        return place_of(self.lowered, rank)
+    def pipeline_rank(self, rank: int) -> int:
+        """The pipeline rank of a global rank."""
+        return pipeline_rank_of(self.lowered, rank)
 
 
 def record_ranks(
@@ -92,7 +93,9 @@ def record_ranks(
     found: dict[int, list[tuple[RankCall, ...]]] = {}
     form: list[object] = []
     for rank in sorted({*ranks} | ({0} if pipeline else set())):
-        answer = runner.ask(replace(job, rank=rank, form=form if place_of(lowered, rank) else []))
+        answer = runner.ask(
+            replace(job, rank=rank, form=form if pipeline_rank_of(lowered, rank) else [])
+        )
         if "error" in answer:
             raise NotCountedError(f"rank {rank}: {answer['error']}")
         form = form or answer["form"]
@@ -140,7 +143,7 @@ def small_orders(
     plan = compiled.plan
     assert plan is not None
     for sizes in small_meshes(plan):
-        small = small_case(compiled, with_experts(for_timetable(sizes, plan), plan.mesh))
+        small = small_case(compiled, with_experts(for_schedule_file(sizes, plan), plan.mesh))
         if isinstance(small, Unrepresented):
             raise NotCountedError(small.reason)
         assert small.compiled.lowered is not None

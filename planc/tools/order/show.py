@@ -62,13 +62,13 @@ def _single(call: RankCall) -> Single:
 
 
 def _generic(call: RankCall) -> str:
-    """The place of a call, in any layer."""
+    """The module or unit of a call, with `*` for the index of its layer."""
     units = ", ".join(map(generic, call.unit.split(", ")))
     return replace(call, module=generic(call.module), unit=units).where
 
 
 def _fold(found: Sequence[Row], period: int) -> list[Row]:
-    """Rows of which a repetition after `period` rows is one row."""
+    """Replaces consecutive repetitions of `period` rows by one `Repeated` row."""
     made: list[Row] = []
     at = 0
     while at < len(found):
@@ -93,11 +93,11 @@ def lines(order: Order, *, sized: bool) -> Iterator[str]:
     """A table for each pipeline rank.
 
     Args:
-        sized: whether the sizes are those of a batch that was asked for.
+        sized: whether the sizes are for the batch of the command line.
     """
     for rank, calls in order.later.items():
-        place = f" at place {order.place(rank)}" * (len(order.later) > 1)
-        yield phrases.head("order", f"of what a rank{place} calls in a step")
+        name = f"pipeline rank {order.pipeline_rank(rank)}" if len(order.later) > 1 else "a rank"
+        yield phrases.head("order", f"of the collectives of {name} in a step")
         yield from phrases.table([*_table(rows(calls), sized, "")])
 
 
@@ -114,10 +114,14 @@ def _table(found: Sequence[Row], sized: bool, indent: str) -> Iterator[Sequence[
 
 
 def document(order: Order) -> dict[str, Any]:
-    """The same as plain data; numbers of elements are those of the tensor that the rank gives."""
+    """The tables as plain data; numbers of elements are those of the rank's input tensor."""
     return {
         "order": [
-            {"place": order.place(rank), "rank": rank, "calls": [_plain(r) for r in rows(calls)]}
+            {
+                "place": order.pipeline_rank(rank),
+                "rank": rank,
+                "calls": [_plain(r) for r in rows(calls)],
+            }
             for rank, calls in order.later.items()
         ]
     }

@@ -9,8 +9,8 @@ from typing import Any
 from planc.compiler import Compiled
 from planc.diagnostics.diagnostic import Sink
 from planc.diagnostics.source import Span
-from planc.ir.masters import masters
 from planc.ir.nodes import Plan, Unit
+from planc.ir.optimizer_dtype import assume_fp32_steps
 from planc.model.facts import Facts, Modules, generic
 from planc.model.fused_kernels import run_on
 from planc.ops import phrases
@@ -94,15 +94,17 @@ def measure(
     image_size: tuple[int, ...] = (),
     **options: Any,
 ) -> MeasuredRanks | None:
-    """Runs ranks of a plan, and counts what they hold; None after an error, such as PL727: one rank
-    alone cannot run the step.
+    """Runs ranks of a plan one at a time, and measures the memory that each holds.
 
     Args:
         request: the step, with a batch.
-        layers: of a model with fewer; None for all.
-        images: of each row.
+        layers: the number of layers of a smaller model to run; None for all.
+        images: the number of images in each row.
         image_size: height and width of an image; empty for the configuration's.
-        device, options: as of `count`.
+        device, options: see `count`.
+
+    Returns:
+        None after an error, such as PL727 if a rank cannot run the step alone.
     """
     try:
         if layers is not None and not sink.has_errors:
@@ -137,7 +139,7 @@ def _step(plan: Plan, facts: Facts, request: Request, batch: Batch) -> RankStep:
         rows=batch.global_batch // (data * batch.micro_batches),
         tokens=batch.sequence,
         micro_batches=batch.micro_batches,
-        dtype="float32" if masters(plan, facts) else "",
+        dtype="float32" if assume_fp32_steps(plan, facts) else "",
         optimizer=request.optimizer,
         attention=request.attention,
     )
@@ -222,7 +224,7 @@ def text(found: MeasuredRanks) -> Iterator[str]:
     estimated = answer.estimate.ranks
     yield ""
     for rank, run in _both(found):
-        place = f" at place {rank.rank}" * (len(estimated) > 1)
+        place = f" on pipeline rank {rank.rank}" * (len(estimated) > 1)
         size, (unit, of) = estimated[rank.rank].peak, unit_of(rank.peak)
         beside = "" if run.missed else f", {size / rank.peak - 1:+.1%}"
         beside += ", of text alone" * bool(found.images)

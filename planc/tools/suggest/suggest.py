@@ -18,9 +18,9 @@ from planc.elaborate.scope import Definition, Scope
 from planc.elaborate.settings import EP, ETP, RECOMPUTE, REDUCE_DTYPE
 from planc.files.project import ProjectError
 from planc.files.resources import PLANS
-from planc.ir.masters import masters
 from planc.ir.mesh_axes import EXPERTS
 from planc.ir.nodes import Plan
+from planc.ir.optimizer_dtype import assume_fp32_steps
 from planc.model.facts import Facts
 from planc.syntax import ast
 from planc.syntax.parse import parse
@@ -70,7 +70,7 @@ class Suggestion:
         candidates: that were searched.
         experts: whether a plan can divide experts among ranks.
         coarser: the best plan with gradients reduced in 16 bits, if its own are reduced in 32.
-        masters: whether it is assumed that the optimizer steps fp32.
+        assumes_fp32: whether it is assumed that the optimizer steps fp32.
     """
 
     asked: Asked
@@ -81,7 +81,7 @@ class Suggestion:
     candidates: Candidates
     found: Found
     coarser: Candidate | None = None
-    masters: bool = False
+    assumes_fp32: bool = False
     experts: bool = False
 
     @property
@@ -145,7 +145,7 @@ def suggest(
         candidates=candidates,
         found=found,
         coarser=coarser,
-        masters=masters(space.plan, facts) is not None,
+        assumes_fp32=assume_fp32_steps(space.plan, facts) is not None,
         experts=space.experts is not None,
     )
 

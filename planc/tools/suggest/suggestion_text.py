@@ -21,7 +21,7 @@ def text(made: Suggestion) -> Iterator[str]:
     tokens = f"{batch.global_batch} x {batch.sequence} tokens a step"
     yield f"{made.asked.world_size:,} ranks of {made.hardware.name}, {made.stack.name}; {tokens}"
     yield f"counted with {'; '.join(_assumptions(made))}"
-    if made.masters:
+    if made.assumes_fp32:
         yield "the optimizer is assumed to step fp32; `load { dtype = ... }` in a plan says another"
     yield f"{tally.tried:,} plans were estimated that extend {made.base}"
     yield ""

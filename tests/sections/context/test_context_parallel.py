@@ -814,7 +814,7 @@ def test_positions_that_count_no_padding(plan):
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("deepseek_v4", "hands a state from token to token"),
+        ("deepseek_v4", "has a recurrent state"),
         ("bloom", "does not call transformers' attention interface"),
         ("inkling_text", "InklingAttention has a bias for each pair of positions"),
     ],

@@ -201,13 +201,15 @@ def test_one_process_gets_what_the_ranks_drew():
 
 def test_what_ranks_draw_otherwise_than_one_process():
     assert replayed([2], [1.0, 2.0], [1.0, 3.0])[1] == [
-        "the ranks draw different numbers for the same activations"
+        "the ranks have different random numbers for the same activations"
     ]
     many = [float(i) for i in range(128)]
     assert replayed([256], many, many)[1] == [
-        "the ranks draw the same numbers for different shards"
+        "the ranks have the same random numbers for different shards"
     ]
-    assert replayed([5], [1.0], [2.0])[1] == ["the ranks draw [1], [1], one process [5]"]
+    assert replayed([5], [1.0], [2.0])[1] == [
+        "random numbers have the shapes [1], [1] on the ranks, and [5] in one process"
+    ]
 
 
 @pytest.mark.parametrize("call", ["lower", "check", "init"])

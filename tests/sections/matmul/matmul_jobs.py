@@ -18,7 +18,7 @@ from planc.simulate.trial_part import trial_part
 
 def train(model, plan, overrides, fault=""):
     """The largest errors of a gradient in three steps, in the 2-norm, beside one process with the
-    same products in 8 bits, whose passes have the rows of a data rank each.
+    same fp8 matmuls, whose passes have the rows of a data rank each.
 
     `fault` is where the largest value of a tensor is taken, or `not scaled`.
     """

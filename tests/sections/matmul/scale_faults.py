@@ -1,4 +1,4 @@
-"""Faults in the scales of products in 8 bits."""
+"""Faults in the scales of fp8 matmuls."""
 
 from torch import distributed
 from torch.distributed.tensor import DTensor, Replicate

@@ -1,4 +1,4 @@
-"""The matmul section: which layers can have products in 8 bits, and what a plan makes of it.
+"""The matmul section: which layers can have fp8 matmuls, and what a plan makes of it.
 
 torchao is no part of the development environment: peft 0.18 does not run beside it. Where it is
 installed, the proof with emulated products runs too, and so it does in `make fp8`.
@@ -223,7 +223,7 @@ def test_a_certificate_names_the_errors_of_the_section(compiled):
     jsonschema.validate(found.errors, schema["$defs"]["errors"])
     made, sink = compiled(f"{LINEAR} : fp8")
     reason = report_wrong(found.errors["matmul"], made.plan, sink)
-    assert reason == "products in 8 bits are others than in one process"
+    assert reason == "fp8 matmuls differ from those of one process"
     [finding] = [d for d in sink if d.code == "PL629"]
     assert finding.labels[0].span.place.endswith("mine.plan:3")
     assert "5.0e-01 off" in finding.facts[0]

@@ -1,4 +1,4 @@
-"""Products in 8 bits, emulated on four processes: gradients equal the single process with the same
+"""fp8 matmuls, emulated on four processes: gradients equal the single process with the same
 recipe, in float64. Needs torchao: `make fp8`.
 """
 

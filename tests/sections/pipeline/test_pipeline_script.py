@@ -96,8 +96,8 @@ def test_it_is_well_made(lowered, name):
         "itertools",
         "math",
     }
-    assert "\n    if place == 0:\n        keep_stages_at_0(model, mesh)\n" in source
-    assert "\n    elif place == 1:\n        keep_stages_at_1(model, mesh)\n" in source
+    assert "\n    if pipeline_rank == 0:\n        keep_stages_at_0(model, mesh)\n" in source
+    assert "\n    elif pipeline_rank == 1:\n        keep_stages_at_1(model, mesh)\n" in source
 
 
 def executed(lowered):

@@ -6,7 +6,7 @@ import pytest
 from loop_plans import ROWS, SCRIPT
 from test_pipeline_values import FIELDS, PLAN
 from test_saving import script
-from test_timetable import TEXT, of_torch
+from test_schedule_files import TEXT, of_torch
 from transformers import AutoConfig
 
 from planc.cli import main
@@ -71,12 +71,12 @@ def test_models_that_are_no_plain_list(tmp_path, capsys, family, schedule):
 
 
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "ZBVZeroBubble", "own"])
-def test_a_timetable_from_a_file(tmp_path, capsys, name):
+def test_a_schedule_file_from_a_file(tmp_path, capsys, name):
     """The last one runs its microbatches backward in reverse order, as none of torch's does."""
     each, rows = 1, "0F0,0F1,0F2,0F3,0B3,0B2,0B1,0B0\n1F0,1F1,1F2,1F3,1B3,1B2,1B1,1B0"
     if name != "own":
         each, rows = 2, of_torch(name, 2, 4, 2)
-    (tmp_path / "timetable.csv").write_text(rows)
+    (tmp_path / "schedule.csv").write_text(rows)
     (tmp_path / "t.plan").write_text(TEXT.format(ranks=2, micro=4, each=each))
     assert main(["verify", "llama-3.2-1b", str(tmp_path / "t.plan"), "--world-size", "4"]) == 0
     assert "Verified on 4 processes" in capsys.readouterr().out

@@ -11,9 +11,9 @@ from measured_tables import hardware, stack
 
 from planc.compiler import compile_plan
 from planc.diagnostics.diagnostic import Sink
+from planc.lowering.schedules import in_flight, orders, simulate_schedule
 from planc.lowering.sends import by_pass
 from planc.lowering.step import EXCHANGE, SEND, During, Step
-from planc.lowering.timetable import in_flight, orders, timetable
 from planc.ops.pipeline import stages_of_rank
 from planc.tools.estimate.answer import Request, answer
 from planc.tools.estimate.from_plan import Batch
@@ -54,7 +54,7 @@ def found(model, plan, world_size, rows, tokens, *settings):
 
 @pytest.mark.parametrize("schedule", OF_TORCH)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_torchs_timetables_run_each_pass_once(schedule, ranks):
+def test_torchs_schedules_run_each_pass_once(schedule, ranks):
     for rank, passes in enumerate(orders(schedule, ranks, 2, 8)):
         assert len(set(passes)) == len(passes)
         own = stages_of_rank(schedule, rank, ranks, 2 * ranks)
@@ -66,9 +66,11 @@ def test_torchs_timetables_run_each_pass_once(schedule, ranks):
         assert max(sum(each.held) for each in held) < 16
         assert all(w <= h for each in held for w, h in zip(each.waiting, each.held, strict=True))
     pace = {"ranks": ranks, "chunks": 2, "micro_batches": 8}
-    table = timetable(schedule, forward=[0.5] * 2 * ranks, backward=[1.0] * 2 * ranks, **pace)
+    table = simulate_schedule(
+        schedule, forward=[0.5] * 2 * ranks, backward=[1.0] * 2 * ranks, **pace
+    )
     plain = {"ranks": ranks, "chunks": 1, "micro_batches": 8}
-    simple = timetable("1f1b", forward=[1.0] * ranks, backward=[2.0] * ranks, **plain)
+    simple = simulate_schedule("1f1b", forward=[1.0] * ranks, backward=[2.0] * ranks, **plain)
     assert table.busy == simple.busy == (24.0,) * ranks
     assert 24 < table.seconds < simple.seconds
 
@@ -77,8 +79,8 @@ def test_a_message_within_a_rank_takes_no_time():
     """The fold of a V: both stages in the middle are on the last rank."""
     pace = {"ranks": 2, "chunks": 2, "micro_batches": 4, "hops": [(0.5, 0.5)] * 3}
     passes = {"forward": [1.0] * 4, "backward": [2.0] * 4}
-    assert timetable("zbv", **pace, **passes).busy == (24 + 4, 24 + 4)
-    assert timetable("interleaved_1f1b", **pace, **passes).busy[0] == 24 + 4 * 1.5
+    assert simulate_schedule("zbv", **pace, **passes).busy == (24 + 4, 24 + 4)
+    assert simulate_schedule("interleaved_1f1b", **pace, **passes).busy[0] == 24 + 4 * 1.5
 
 
 def test_stages_hold_the_model_once():

@@ -14,8 +14,8 @@ from measured_tables import accelerator, hardware, playbook, playbook_model, sta
 
 from planc.compiler import compile_plan
 from planc.diagnostics.diagnostic import Sink
+from planc.lowering.schedules import SCHEDULES, in_flight, order, simulate_schedule
 from planc.lowering.step import GATHER, REDUCE, SCATTER
-from planc.lowering.timetable import SCHEDULES, in_flight, order, timetable
 from planc.model.load import load
 from planc.tools.estimate import kernels, profiles
 from planc.tools.estimate.answer import Request, answer_for, document, text
@@ -140,7 +140,7 @@ def test_every_pass_runs_once_and_after_what_it_needs(schedule, ranks, chunks, m
         for each in passes:
             first = each._replace(forward=True)
             assert passes.index(first) <= passes.index(each)
-    timetable(
+    simulate_schedule(
         schedule,
         ranks=ranks,
         chunks=chunks,
@@ -152,7 +152,7 @@ def test_every_pass_runs_once_and_after_what_it_needs(schedule, ranks, chunks, m
 
 def table_of(schedule, ranks, chunks, micro):
     stages = ranks * chunks
-    return timetable(
+    return simulate_schedule(
         schedule,
         ranks=ranks,
         chunks=chunks,

@@ -1,4 +1,4 @@
-"""Products in 8 bits: their rates, what rounding moves, and gathers of one byte an element."""
+"""fp8 matmuls: their rates, what rounding moves, and gathers of one byte an element."""
 
 from types import SimpleNamespace
 

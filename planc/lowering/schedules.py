@@ -59,16 +59,16 @@ class InFlight(NamedTuple):
         """The state at the end of the backward: the weights have gradients, or these are left for
         later.
         """
-        own, part = self.begins.chunk, self.begins.part
+        chunk, part = self.begins.chunk, self.begins.part
         more = {"I": 1, "W": -1}.get(part, 0)
-        waiting = (n + more * (i == own) for i, n in enumerate(self.waiting))
-        passed = (done or (part != "I" and i == own) for i, done in enumerate(self.passed))
-        returned = (n + (part != "W" and i == own) for i, n in enumerate(self.returned))
+        waiting = (n + more * (i == chunk) for i, n in enumerate(self.waiting))
+        passed = (done or (part != "I" and i == chunk) for i, done in enumerate(self.passed))
+        returned = (n + (part != "W" and i == chunk) for i, n in enumerate(self.returned))
         return self._replace(waiting=(*waiting,), passed=(*passed,), returned=(*returned,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timetable:
+class ScheduleTimes:
     """
     Args:
         seconds: from the first pass to the last.
@@ -89,7 +89,7 @@ def orders(
         return [[*_passes(row, own)] for row, own in zip(rows, owned, strict=True)]
     if schedule in SCHEDULES:
         return [order(schedule, rank, ranks, chunks, micro_batches) for rank in range(ranks)]
-    key = entry_name("timetable 1", f"{schedule} {ranks} {chunks} {micro_batches}")
+    key = entry_name("schedule 1", f"{schedule} {ranks} {chunks} {micro_batches}")
     kept = recall(key)
     if not isinstance(kept, list):
         kept = list(_torch_orders(schedule, ranks, chunks, micro_batches))
@@ -97,20 +97,25 @@ def orders(
     return [[Pass(*each) for each in row] for row in kept]
 
 
-def _passes(row: str, own: tuple[int, ...]) -> Iterator[Pass]:
+def _passes(row: str, local_stages: tuple[int, ...]) -> Iterator[Pass]:
     for stage, part, micro_batch in re.findall(r"(\d+)([FBIW])(\d+)", row):
         half = part if part in "IW" else ""
-        yield Pass(part == "F", own.index(int(stage)), int(micro_batch), half)
+        yield Pass(part == "F", local_stages.index(int(stage)), int(micro_batch), half)
 
 
 def _torch_orders(schedule: str, ranks: int, chunks: int, micro: int) -> Iterator[list[Any]]:
     from planc.compat.pipelines import get_schedule_ops
 
     for rank, actions in enumerate(get_schedule_ops(_OF_TORCH[schedule], ranks, micro, chunks)):
-        own = stages_of_rank(schedule, rank, ranks, ranks * chunks)
-        flat = [one for a in actions if a for one in (a.sub_actions or (a,))]
+        local_stages = stages_of_rank(schedule, rank, ranks, ranks * chunks)
+        flat = [action for a in actions if a for action in (a.sub_actions or (a,))]
         yield [
-            (kind == "FORWARD", own.index(a.stage_index), a.microbatch_index, _PARTS.get(kind, ""))
+            (
+                kind == "FORWARD",
+                local_stages.index(a.stage_index),
+                a.microbatch_index,
+                _PARTS.get(kind, ""),
+            )
             for a in flat
             for kind in [a.computation_type.name]
         ]
@@ -144,24 +149,24 @@ def order(schedule: str, rank: int, ranks: int, chunks: int, micro_batches: int)
 
 
 def in_flight(passes: Sequence[Pass], chunks: int) -> list[InFlight]:
-    """The micro-batches in flight at each moment at which a backward begins."""
+    """The micro-batches in flight on a rank each time that a backward pass begins."""
     held, waiting, sent, returned = ([0] * chunks for _ in range(4))
-    passed, found = [False] * chunks, []
+    passed, moments = [False] * chunks, []
     for each in passes:
         if each.forward:
             held[each.chunk] += 1
             sent[each.chunk] += 1
             continue
         counts = (*held,), (*waiting,), (*passed,), (*sent,), (*returned,)
-        found.append(InFlight(*counts, each))
+        moments.append(InFlight(*counts, each))
         held[each.chunk] -= each.part != "I"
         waiting[each.chunk] += {"I": 1, "W": -1}.get(each.part, 0)
         passed[each.chunk] |= each.part != "I"
         returned[each.chunk] += each.part != "W"
-    return found
+    return moments
 
 
-def timetable(
+def simulate_schedule(
     schedule: str,
     *,
     ranks: int,
@@ -171,7 +176,7 @@ def timetable(
     backward: Sequence[float],
     hops: Sequence[tuple[float, float]] = (),
     rows: tuple[str, ...] = (),
-) -> Timetable:
+) -> ScheduleTimes:
     """Runs the passes of all ranks, each after what it depends on.
 
     Args:
@@ -181,7 +186,7 @@ def timetable(
         rows: the schedule of a file.
     """
     lists, stages = orders(schedule, ranks, chunks, micro_batches, rows), ranks * chunks
-    own = [stages_of_rank(schedule, rank, ranks, stages) for rank in range(ranks)]
+    stages_by_rank = [stages_of_rank(schedule, rank, ranks, stages) for rank in range(ranks)]
     done: dict[tuple[bool, int, int], float] = {}
     at, clock, busy = [0] * ranks, [0.0] * ranks, [0.0] * ranks
     waiting = set(range(ranks))
@@ -190,14 +195,14 @@ def timetable(
         for rank in tuple(waiting):
             while at[rank] < len(lists[rank]):
                 each = lists[rank][at[rank]]
-                stage = own[rank][each.chunk]
+                stage = stages_by_rank[rank][each.chunk]
                 before = stage - 1 if each.forward else stage + 1
                 first = before < 0 or before == stages or each.part == "W"
                 ready = 0.0 if first else done.get((each.forward, before, each.micro_batch))
                 if ready is None:
                     break
                 takes = (forward if each.forward else backward)[stage] / (2 if each.part else 1)
-                if hops and not first and before not in own[rank]:
+                if hops and not first and before not in stages_by_rank[rank]:
                     takes += hops[min(stage, before)][0 if each.forward else 1]
                 clock[rank] = max(clock[rank], ready) + takes
                 busy[rank] += takes
@@ -208,4 +213,4 @@ def timetable(
             if at[rank] == len(lists[rank]):
                 waiting.discard(rank)
         assert moved or not waiting, "the schedule waits for itself"
-    return Timetable(seconds=max(clock), busy=tuple(busy))
+    return ScheduleTimes(seconds=max(clock), busy=tuple(busy))

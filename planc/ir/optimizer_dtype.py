@@ -1,4 +1,4 @@
-"""The dtype that the optimizer steps if a plan does not state it: float32."""
+"""The dtype of the parameters that the optimizer steps, if a plan does not state it: float32."""
 
 from dataclasses import replace
 
@@ -7,10 +7,11 @@ from planc.model.facts import Facts
 from planc.ops.load import Load
 
 
-def masters(plan: Plan, facts: Facts) -> Plan | None:
-    """The plan whose optimizer steps float32, as the documented script has it, where neither the
-    plan nor a model that a script built says otherwise; None where they do, and with adapters,
-    whose frozen weights are as they are stored.
+def assume_fp32_steps(plan: Plan, facts: Facts) -> Plan | None:
+    """Returns the plan with parameters loaded in float32, as in the documented script.
+
+    None if the plan states a dtype, a script built the model, or the plan has adapters, whose
+    frozen base weights keep their stored dtype. Also None if no parameter is stored in 16 bits.
     """
     load = plan.load or Load()
     if facts.built or load.dtype or plan.adapters is not None:

@@ -1,12 +1,12 @@
-"""Timetables of one's own: numbers beside the single process, and what is refused."""
+"""Schedules from files: numbers compared with the single process, and what is refused."""
 
 import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from planc.compiler import compile_plan
 from planc.diagnostics.diagnostic import Sink
-from planc.elaborate.sections import timetable as reader
-from planc.lowering.timetable import orders, timetable
+from planc.elaborate.sections import schedule_file as reader
+from planc.lowering.schedules import orders, simulate_schedule
 from planc.ops.document import dumps, loads
 from planc.proof.layout_flow import flow
 
@@ -19,7 +19,7 @@ mesh {{
 }}
 
 pipeline on pp {{
-    schedule     = file("timetable.csv")
+    schedule     = file("schedule.csv")
     microbatches = {micro}
     stages       = even(model.layers.*, each = {each})
 }}
@@ -47,7 +47,7 @@ def one_stage_each(ranks, micro, name="1f1b"):
 
 
 def compiled(folder, rows, *, ranks=2, micro=4, each=1, world_size=2):
-    folder.joinpath("timetable.csv").write_text(rows)
+    folder.joinpath("schedule.csv").write_text(rows)
     folder.joinpath("t.plan").write_text(TEXT.format(ranks=ranks, micro=micro, each=each))
     sink = Sink()
     done = compile_plan("llama-3.2-1b", str(folder / "t.plan"), sink, world_size=world_size)
@@ -75,7 +75,7 @@ def test_it_has_its_own_number_of_microbatches(tmp_path, micro, each):
     assert flow(done, Sink()).verdict == "proved"
 
 
-def test_a_timetable_runs_on_its_own_number_of_ranks(tmp_path):
+def test_a_schedule_file_runs_on_its_own_number_of_ranks(tmp_path):
     done, errors = compiled(tmp_path, one_stage_each(4, 4), ranks=4, world_size=8)
     assert errors == []
     assert flow(done, Sink()).verdict == "proved"
@@ -84,7 +84,7 @@ def test_a_timetable_runs_on_its_own_number_of_ranks(tmp_path):
 def test_a_pass_in_other_order_is_run_in_that_order(tmp_path):
     rows = "0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0"
     done, errors = compiled(tmp_path, rows, micro=2)
-    assert errors == [] and done.lowered.pipeline.timetable == tuple(rows.splitlines())
+    assert errors == [] and done.lowered.pipeline.rank_passes == tuple(rows.splitlines())
     assert flow(done, Sink()).verdict == "proved"
 
 
@@ -108,8 +108,8 @@ def test_a_pass_in_other_order_is_run_in_that_order(tmp_path):
     ],
 )
 def test_mistakes(rows, said):
-    with pytest.raises(reader.TimetableError) as error:
-        reader.timetable(rows, ranks=2, stages=2, microbatches=2)
+    with pytest.raises(reader.ScheduleFileError) as error:
+        reader.read_schedule(rows, ranks=2, stages=2, microbatches=2)
     assert said in str(error.value) and "secret" not in str(error.value)
 
 
@@ -121,9 +121,9 @@ def test_a_mistake_is_a_finding_at_the_line(tmp_path):
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_an_estimate_reads_it(schedule):
     text = one_stage_each(4, 8, schedule)
-    name, rows = reader.timetable(text, ranks=4, stages=4, microbatches=8)
+    name, rows = reader.read_schedule(text, ranks=4, stages=4, microbatches=8)
     assert name == "timetable"
     assert orders("timetable", 4, 1, 8, rows) == orders(schedule, 4, 1, 8)
     pace = dict(ranks=4, chunks=1, micro_batches=8, forward=[1.0] * 4, backward=[2.0] * 4)
     pace["hops"] = [(0.1, 0.2)] * 3
-    assert timetable("timetable", rows=rows, **pace) == timetable(schedule, **pace)
+    assert simulate_schedule("timetable", rows=rows, **pace) == simulate_schedule(schedule, **pace)

@@ -18,11 +18,11 @@ Action = tuple[int, str, int]
 """A stage, a letter, and a microbatch."""
 
 
-class TimetableError(Exception):
+class ScheduleFileError(Exception):
     """A mistake in a schedule file."""
 
 
-def timetable(
+def read_schedule(
     text: str, *, ranks: int, stages: int, microbatches: int
 ) -> tuple[str, tuple[str, ...]]:
     """The schedule's name and the passes of each rank, in order.
@@ -32,8 +32,8 @@ def timetable(
         ranks, stages, microbatches: what the plan says of the pipeline.
 
     Raises:
-        TimetableError: a pass is missing, repeated or too early, a send has no receive, or stages
-            are on other ranks than in turn, or there and back.
+        ScheduleFileError: a pass is missing, repeated or too early, a send has no receive, or the
+            ranks hold stages neither in turn nor there and back.
     """
     import csv  # few plans name a file
 
@@ -41,7 +41,7 @@ def timetable(
     while rows and not rows[-1]:
         rows.pop()
     if len(rows) != ranks:
-        raise TimetableError(f"it has {len(rows)} rows, and the axis {ranks} ranks")
+        raise ScheduleFileError(f"it has {len(rows)} rows, and the axis {ranks} ranks")
     _messages(rows, stages)
     passes = [[a for a in row if len(a[1]) == 1] for row in rows]
     _once(passes, stages, microbatches)
@@ -57,7 +57,7 @@ def _actions(number: int, cells: Iterable[str]) -> Iterator[Action]:
         elif cell and not _OF_FSDP.fullmatch(cell):
             # the file may be any other, so its text is not quoted
             where = f"entry {place} of row {number + 1}"
-            raise TimetableError(f"{where} is no pass, such as 0F0, 0B0, 0I0 or 0W0")
+            raise ScheduleFileError(f"{where} is no pass, such as 0F0, 0B0, 0I0 or 0W0")
 
 
 def _messages(rows: Sequence[Sequence[Action]], stages: int) -> None:
@@ -68,7 +68,7 @@ def _messages(rows: Sequence[Sequence[Action]], stages: int) -> None:
         peer = stage + (1 if (back == "F") == to else -1)
         other = f"{'RECV' if to else 'SEND'}_{back}"
         if not 0 <= peer < stages or every[peer, other, micro] != count:
-            raise TimetableError(f"{stage}{kind}{micro} has no {peer}{other}{micro}")
+            raise ScheduleFileError(f"{stage}{kind}{micro} has no {peer}{other}{micro}")
 
 
 def _once(rows: Sequence[Sequence[Action]], stages: int, microbatches: int) -> None:
@@ -85,7 +85,7 @@ def _once(rows: Sequence[Sequence[Action]], stages: int, microbatches: int) -> N
             continue
         count = f"{every[action]} times" if every[action] else "never"
         why = "" if action in wanted else ", and the plan has no such pass"
-        raise TimetableError(f"{stage}{kind}{micro} runs {count}{why}")
+        raise ScheduleFileError(f"{stage}{kind}{micro} runs {count}{why}")
 
 
 def _placement(rows: Sequence[Sequence[Action]], ranks: int, stages: int) -> str:
@@ -95,7 +95,9 @@ def _placement(rows: Sequence[Sequence[Action]], ranks: int, stages: int) -> str
         if held == own:
             return name
     shown = ", ".join(str(sorted(own)) for own in held[:8])
-    raise TimetableError(f"its ranks have the stages {shown}: neither in turn nor there and back")
+    raise ScheduleFileError(
+        f"its ranks have the stages {shown}: neither in turn nor there and back"
+    )
 
 
 def _runs(rows: Sequence[Sequence[Action]], stages: int) -> None:
@@ -109,7 +111,7 @@ def _runs(rows: Sequence[Sequence[Action]], stages: int) -> None:
     for micro, next_one in pairwise(last):
         if next_one < micro:
             text = f"{stages - 1}F{micro} is before {stages - 1}F{next_one}"
-            raise TimetableError(f"{text}, and the last stage takes microbatches in order")
+            raise ScheduleFileError(f"{text}, and the last stage takes microbatches in order")
     done: set[Action] = set()
     at = [0] * len(rows)
     moved = True
@@ -123,7 +125,7 @@ def _runs(rows: Sequence[Sequence[Action]], stages: int) -> None:
     for rank, row in enumerate(rows):
         if at[rank] < len(row):
             stage, kind, micro = row[at[rank]]
-            raise TimetableError(f"{stage}{kind}{micro} of rank {rank} waits forever")
+            raise ScheduleFileError(f"{stage}{kind}{micro} of rank {rank} waits forever")
 
 
 def _ready(action: Action, stages: int, done: set[Action]) -> bool:
