@@ -29,7 +29,6 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import torch
 from torch import Tensor, distributed, nn
 
-from planc.compat.dtensor import reading_specs_once
 from planc.compat.fake_ranks import FakeStore  # and _dynamo, which a first step would import
 from planc.compat.fakes import (
     DataDependentOutputException,
@@ -214,7 +213,7 @@ class _Rank:
                 self.held.mark("parameters")
                 run, names = self._apply()
                 beside = isolate_rank(run, self.form, values=values)
-                for one in (quiet(), fake, reading_specs_once(), self._watch(run, names), beside):
+                for one in (quiet(), fake, self._watch(run, names), beside):
                     around.enter_context(one)
                 around.enter_context(self.held.with_host())
                 if not values:
