@@ -42,7 +42,7 @@ from planc.runtime.standalone.towers import SharedTower
 
 class FakeFloats(FakeTensorMode):  # type: ignore[misc]
     """Fake tensors, except for what is computed from nothing but integers of code and batch: by
-    these the code of a model finds its images.
+    these the code of a model finds its images. Memory for tensors on meta is fake too.
     """
 
     def dispatch(
@@ -50,7 +50,7 @@ class FakeFloats(FakeTensorMode):  # type: ignore[misc]
     ) -> object:
         given = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)]
-        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
             if func in _INDEXING:
                 args = (args[0], _places(args[1]), *args[2:])
             return super().dispatch(func, types, args, given)
