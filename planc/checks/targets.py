@@ -191,9 +191,9 @@ _COUNTS = tuple(name for name in INTEGER_ATTRIBUTES if name not in SAME)
 
 
 def split_attributes(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """`attributes` names integers that a module's own code reads, such as its number of heads.
+    """Reports names in `attributes` that are no integers of the module.
 
-    Model facts hold the integers that decide how features are split; only those can be named.
+    Only integers that decide how features are split, such as a number of heads, can be named.
     """
     for rule in plan.tensor:
         for name in rule.style.names if isinstance(rule.style, Attributes) else ():

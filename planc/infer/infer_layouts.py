@@ -459,8 +459,9 @@ class _Carried:
         return None
 
     def unsized_linear(self, small: Facts) -> str | None:
-        """The fix if widths of modules do not tell the number of rotary features of a linear; None
-        if they do.
+        """The style to state for a linear layer whose rotary features cannot be counted.
+
+        None if the widths of the modules after each such layer tell their number.
         """
         for rule in self.layouts.rules:
             if isinstance(rule.style, MlaKv) and rule.module not in self.fixed:

@@ -90,8 +90,9 @@ def _decode(row: list[Any], sets: Mapping[str, Modules]) -> HubWeight:
 
 
 def _find(facts: Facts) -> list[list[Any]]:
-    """The entries as plain data, by transformers' conversions of the first and last of like
-    modules.
+    """The tensors of the model's files, as values for JSON.
+
+    transformers converts the names of the first and the last of like modules; those between follow.
     """
     plain = _on_meta(facts)
     state = {n: t for n, t in plain.state_dict(keep_vars=True).items() if hasattr(t, "shape")}

@@ -57,7 +57,7 @@ class Terms(NamedTuple):
         return not self.fill or microbatches >= stages
 
     def rounds(self, microbatches: int, ranks: int) -> bool:
-        """Whether the microbatches form equal rounds."""
+        """Whether the schedule can divide the microbatches into rounds of equal size."""
         return bool(self.each) or microbatches % max(1, microbatches // ranks) == 0
 
 

@@ -71,7 +71,11 @@ class _Definitions:
         return {"$ref": f"#/$defs/{form.name}"}
 
     def _either(self, shape: Either) -> Schema:
-        """The schema of a union of plain types: keywords of JSON Schema are for their own type."""
+        """The schema of a union of plain types.
+
+        A keyword of JSON Schema such as `minimum` applies only to values of its own type, so the
+        keywords of all types can be joined.
+        """
         bodies = [self._resolve(self.schema_of(s)) for s in (*shape.plain, shape.listed) if s]
         values = [v for body in bodies for v in body.get("enum", ())]
         if values:

@@ -361,7 +361,7 @@ def _describe(tensor: RankTensor) -> list[Any]:
 
 
 def _read_tensor(values: Sequence[Any]) -> RankTensor:
-    """The inverse of `_describe`, after JSON."""
+    """Reads the JSON values that `_describe` has written."""
     key, shape, dtype, indices, ranks = values
     return RankTensor(
         key=key,

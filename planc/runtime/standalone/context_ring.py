@@ -347,7 +347,7 @@ def matmul_in_fp32(left: Tensor, right: Tensor) -> Tensor:
 
 
 def widest(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums of such numbers: float32 at least."""
+    """The dtype in which numbers of a dtype are summed: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 

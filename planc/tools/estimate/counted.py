@@ -118,12 +118,12 @@ class Part:
 
     @cached_property
     def bytes_moved(self) -> Mapping[str, int]:
-        """By module."""
+        """The bytes that one forward pass reads and writes, by module."""
         return _sums(self.moved)
 
     @cached_property
     def bytes_saved(self) -> Mapping[str, int]:
-        """By module."""
+        """The bytes that one forward pass saves for backward, by module."""
         return _sums(self.saved)
 
     @cached_property

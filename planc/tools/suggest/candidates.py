@@ -352,7 +352,11 @@ class Candidates:
         return None
 
     def _too_large(self, size: float, named: str) -> bool:
-        """Notes a choice that needs `size` bytes; whether no other one needs less."""
+        """Records a choice that needs `size` bytes, which is too much.
+
+        Returns:
+            Whether it needs less than all choices that were recorded before.
+        """
         reason = f"needs more than the usable {self._usable / GIB:.1f} GiB"
         self.tally.exclude(reason, f"{named}: {size / GIB:.1f} GiB")
         return self.tally.nearest is None or size / GIB < self.tally.nearest.peak
