@@ -15,7 +15,7 @@ def copy_module(module: nn.Module, known: dict[int, Any]) -> nn.Module:
     Args:
         known: what takes the place of objects, by their ids, as of `copy.deepcopy`.
     """
-    made = copy.deepcopy(module, known)
+    module_copy = copy.deepcopy(module, known)
     for inner in module.modules():
         there = known[id(inner)].__dict__
         for name, value in inner.__dict__.items():
@@ -23,7 +23,7 @@ def copy_module(module: nn.Module, known: dict[int, Any]) -> nn.Module:
                 there[name] = _rebound(value, known)
             elif name.endswith("_hooks") and value:
                 there[name].update({key: _rebound(hook, known) for key, hook in value.items()})
-    return made
+    return module_copy
 
 
 def _rebound(value: Any, known: dict[int, Any]) -> Any:
@@ -32,18 +32,18 @@ def _rebound(value: Any, known: dict[int, Any]) -> Any:
         case FunctionType():
             cells = (CellType(_rebound(content(cell), known)) for cell in value.__closure__ or ())
             given = _rebound(value.__defaults__, known)
-            made = FunctionType(
+            function = FunctionType(
                 value.__code__, value.__globals__, value.__name__, given, tuple(cells)
             )
-            made.__kwdefaults__ = _rebound(value.__kwdefaults__, known)
-            made.__dict__.update(value.__dict__)
-            return made
+            function.__kwdefaults__ = _rebound(value.__kwdefaults__, known)
+            function.__dict__.update(value.__dict__)
+            return function
         case MethodType():
             return MethodType(_rebound(value.__func__, known), _rebound(value.__self__, known))
         case tuple() if type(value) is tuple:
-            return tuple(_rebound(one, known) for one in value)
+            return tuple(_rebound(item, known) for item in value)
         case dict() if type(value) is dict:
-            return {name: _rebound(one, known) for name, one in value.items()}
+            return {name: _rebound(item, known) for name, item in value.items()}
         case nn.Module() | nn.Parameter():
             return known.get(id(value), value)
     return value

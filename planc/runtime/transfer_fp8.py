@@ -68,14 +68,14 @@ class BlockQuantizer:
         if name != weight:
             return scales[name]
         local = value(name).float()
-        made = torch.empty(local.shape, dtype=torch.float8_e4m3fn)
+        shard = torch.empty(local.shape, dtype=torch.float8_e4m3fn)
         for hub, patch in self.patches.get(name, ()):
-            where = tuple(slice(*one) for one in patch.local)
+            where = tuple(slice(*bounds) for bounds in patch.local)
             rows, columns = self._blocks(patch)
             spread = scales[scale_name(hub)][rows[:, None], columns]
             quantized = in_hub_order(local[where], patch) / spread
-            in_hub_order(made[where], patch).copy_(quantized.to(torch.float8_e4m3fn))
-        return made
+            in_hub_order(shard[where], patch).copy_(quantized.to(torch.float8_e4m3fn))
+        return shard
 
     def _scales(self, name: str, value: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """The scales of the tensors of the files that a weight consists of."""
@@ -89,7 +89,7 @@ class BlockQuantizer:
         grids = {scale: part.view(shape) for scale, part, shape in views}
         local = value(name).float()
         for hub, patch in self.patches.get(name, ()):
-            where = tuple(slice(*one) for one in patch.local)
+            where = tuple(slice(*bounds) for bounds in patch.local)
             grid = grids[scale_name(hub)]
             part = in_hub_order(local[where], patch).abs()
             grid.copy_(torch.maximum(grid, self._largest(part, patch, grid.shape)))
@@ -103,7 +103,7 @@ class BlockQuantizer:
 
     def _blocks(self, patch: Patch) -> tuple[Tensor, Tensor]:
         """The numbers of the blocks of the rows and the columns of a patch."""
-        rows, columns = (torch.arange(*one) // self.block for one in patch.box)
+        rows, columns = (torch.arange(*bounds) // self.block for bounds in patch.box)
         return rows, columns
 
     def _largest(self, part: Tensor, patch: Patch, shape: Sequence[int]) -> Tensor:

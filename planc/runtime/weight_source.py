@@ -48,12 +48,12 @@ class WeightSource:
         """All tensors of the model's files, equal on all ranks."""
         return [
             WeightMeta(
-                name=one.patch.hub.format(*one.indices[0]),
-                dtype=getattr(torch, one.dtype),
-                shape=tuple(stop - start for start, stop in one.patch.box),
-                owners=one.ranks,
+                name=held.patch.hub.format(*held.indices[0]),
+                dtype=getattr(torch, held.dtype),
+                shape=tuple(stop - start for start, stop in held.patch.box),
+                owners=held.ranks,
             )
-            for one in self.held
+            for held in self.held
         ]
 
     def owned_names(self, rank: int) -> list[str]:
@@ -75,9 +75,9 @@ class WeightSource:
         reshard(self.model)
         full = _FullTensors(self.model, merged=self.merged)
         rank = distributed.get_rank()
-        for meta, one in zip(self.metadata, self.held, strict=True):
+        for meta, held in zip(self.metadata, self.held, strict=True):
             if rank in meta.owners:
-                yield meta.name, full.block(one)
+                yield meta.name, full.block(held)
 
 
 class _FullTensors:

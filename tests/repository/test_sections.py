@@ -30,7 +30,7 @@ KNOWN = {
         r"|fp8 matmul",
         7,
     ),
-    "serve": (r"Serving|serving_of|engine_side|[`\"]serve[`\"] section", 2),
+    "serve": (r"Serving|serving_of|engine_side|[`\"]serve[`\"] section", 4),
     "compile": (r"\bCompile\b|async_tp|[`\"']compile[`\"'] section|(?<!torch, )\"compile\"", 8),
     "loss": (
         r"ChunkLoss|ChunkedLoss|chunk_loss|LOSS_CHUNKS|[`\"]loss[`\"] section|loss sections?\b"

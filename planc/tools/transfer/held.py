@@ -69,7 +69,7 @@ def full_tensors(side: TransferSide, facts: Facts) -> tuple[HeldPatch, ...]:
     for tensor in side.tensors:
         for index in tensor.indices:
             owners.setdefault((tensor.key, index), (set(), tensor.dtype))[0].update(tensor.ranks)
-    found = list[HeldPatch]()
+    patches = list[HeldPatch]()
     for weight in hub_tensors(facts):
         key, box = _key(weight), tuple((0, size) for size in weight.shape)
         for index in indices_of(weight.modules):
@@ -80,8 +80,8 @@ def full_tensors(side: TransferSide, facts: Facts) -> tuple[HeldPatch, ...]:
                 held = HeldPatch(
                     patch=patch, indices=(index,), ranks=tuple(sorted(ranks)), dtype=dtype
                 )
-                found.append(held)
-    return tuple(found)
+                patches.append(held)
+    return tuple(patches)
 
 
 def _key(weight: HubWeight) -> str:
@@ -121,27 +121,27 @@ class _Stage:
             if here := weight.modules.parts_outside(self.gone):
                 yield _Shards(self, weight, here, (), weight.dtype)
             return
-        found: dict[tuple[tuple[_Cut, ...], str], list[Modules]] = {}
-        for own in self.owners:
-            both = own.modules.overlap(weight.modules)
+        modules_by_cuts: dict[tuple[tuple[_Cut, ...], str], list[Modules]] = {}
+        for owned in self.owners:
+            both = owned.modules.overlap(weight.modules)
             for modules, rules in split_by_rules(both, self.splits) if both else ():
                 parameter = modules.module.parameter(weight.name)
                 assert parameter is not None
-                kind = tuple(self._cuts(own, weight, rules)), self.plan.dtype(parameter)
-                found.setdefault(kind, []).append(modules)
-        for (cuts, dtype), sets in found.items():
+                kind = tuple(self._cuts(owned, weight, rules)), self.plan.dtype(parameter)
+                modules_by_cuts.setdefault(kind, []).append(modules)
+        for (cuts, dtype), sets in modules_by_cuts.items():
             yield _Shards(self, weight, tuple(sets), cuts, dtype)
 
-    def _cuts(self, own: Owned, weight: HubWeight, rules: Sequence[TensorRule]) -> Iterator[_Cut]:
+    def _cuts(self, owned: Owned, weight: HubWeight, rules: Sequence[TensorRule]) -> Iterator[_Cut]:
         """The cuts of tensor and expert parallelism, then that of FSDP."""
-        parameter = own.modules.module.parameter(weight.name)
+        parameter = owned.modules.module.parameter(weight.name)
         assert parameter is not None
         for rule in rules if weight.shape else ():
             if (split := rule.split(parameter)) is not None:
                 parts = part_sizes(split, weight.shape[split.dim]) if split.is_packed else ()
                 yield _Cut((rule.axis,), split.dim, parts)
-        placed: Unit | SpreadRule | None = own.spread or own.unit
-        if own.unit is None or placed is None or self.plan.fsdp is None or not weight.shape:
+        placed: Unit | SpreadRule | None = owned.spread or owned.unit
+        if owned.unit is None or placed is None or self.plan.fsdp is None or not weight.shape:
             return
         axes = self.plan.fsdp.axes(placed)[0]
         count = self.plan.mesh.size(*self.plan.mesh.expand(axes))
@@ -167,18 +167,18 @@ class _Shards:
 
     @property
     def _indices(self) -> tuple[Index, ...]:
-        return tuple(sorted(index for one in self.modules for index in indices_of(one)))
+        return tuple(sorted(index for modules in self.modules for index in indices_of(modules)))
 
     def _by_ranges(self) -> Mapping[tuple[Ranges, ...], list[int]]:
         """The ranks with the same ranges of each dim."""
-        mesh, found = self.stage.plan.mesh, dict[tuple[Ranges, ...], list[int]]()
+        mesh, ranks = self.stage.plan.mesh, dict[tuple[Ranges, ...], list[int]]()
         at: dict[tuple[int, ...], tuple[Ranges, ...]] = {}
         for rank in self.stage.ranks:
             place = tuple(_coordinate(rank, cut.axes, mesh) for cut in self.cuts)
             if place not in at:
                 at[place] = tuple(_ranges(self.weight.shape, self.cuts, place, mesh))
-            found.setdefault(at[place], []).append(rank)
-        return found
+            ranks.setdefault(at[place], []).append(rank)
+        return ranks
 
     def patches(self, scales: Mapping[str, Shape]) -> Iterator[HeldPatch]:
         indices = self._indices
@@ -207,7 +207,9 @@ class _Shards:
         for ranges, ranks in self._by_ranges().items():
             yield RankTensor(
                 key=self._key,
-                shape=tuple(sum(stop - start for start, stop in some) for some in ranges),
+                shape=tuple(
+                    sum(stop - start for start, stop in dim_ranges) for dim_ranges in ranges
+                ),
                 dtype=self.dtype,
                 indices=indices,
                 ranks=tuple(ranks),
@@ -242,10 +244,10 @@ def _ranges(
             ends = [sum(cut.parts[: n + 1]) for n in range(len(cut.parts))]
             whole = [((end - size, end),) for size, end in zip(cut.parts, ends, strict=True)]
         elif len(whole) > 1 and cut is cuts[-1]:  # FSDP shards what packed parts are together
-            whole = [tuple(one for part in whole for one in part)]
+            whole = [tuple(part_range for part in whole for part_range in part)]
         dims[cut.dim] = [_chunk(part, count, index) for part in whole]
     for parts in dims:
-        yield _merge_adjacent(one for part in parts for one in part)
+        yield _merge_adjacent(part_range for part in parts for part_range in part)
 
 
 def _chunk(ranges: Ranges, count: int, index: int) -> Ranges:
@@ -253,32 +255,32 @@ def _chunk(ranges: Ranges, count: int, index: int) -> Ranges:
     total = sum(stop - start for start, stop in ranges)
     size = -(-total // count)
     first, last = min(index * size, total), min((index + 1) * size, total)
-    found, at = list[Range](), 0
+    chunk, at = list[Range](), 0
     for start, stop in ranges:
         low, high = max(first - at, 0), min(last - at, stop - start)
         if low < high:
-            found.append((start + low, start + high))
+            chunk.append((start + low, start + high))
         at += stop - start
-    return tuple(found)
+    return tuple(chunk)
 
 
 def _merge_adjacent(ranges: Iterable[Range]) -> Ranges:
     """Merges ranges that follow each other."""
-    found: list[Range] = []
+    merged: list[Range] = []
     for start, stop in ranges:
-        if found and found[-1][1] == start:
-            found[-1] = found[-1][0], stop
+        if merged and merged[-1][1] == start:
+            merged[-1] = merged[-1][0], stop
         else:
-            found.append((start, stop))
-    return tuple(found)
+            merged.append((start, stop))
+    return tuple(merged)
 
 
 def _blocks(ranges: Sequence[Ranges]) -> Iterator[tuple[Box, Box]]:
     """The blocks of a shard: in it, and in the full tensor."""
     along = []
-    for some in ranges:
+    for dim_ranges in ranges:
         at, pairs = 0, []
-        for start, stop in some:
+        for start, stop in dim_ranges:
             pairs.append(((at, at + stop - start), (start, stop)))
             at += stop - start
         along.append(pairs)

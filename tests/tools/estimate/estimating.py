@@ -34,7 +34,7 @@ Written by `make estimate`.
   to the H200, and `b200-8x` was not measured.
 - **torchtitan.** Its memory is what the allocator reserved. Its H100s have 96 GB of slower memory
   and a limit of 500 W, which no profile has.
-- **gloo.** `make peaks` trains combinations of a small model, a plan and a batch on four processes
+- **gloo.** `make peaks` trains combinations of a proxy model, a plan and a batch on four processes
   for two steps, and records the peak of torch's CPU allocator.
 """
 """The page's text before the tables."""
