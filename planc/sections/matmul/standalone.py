@@ -42,11 +42,11 @@ def fp8_linear(
 
 
 def in_float64(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wraps torchao's emulated matmul, which computes in float32, to compute in float64 if
-    the parameters are in float64.
+    """Wraps torchao's emulated matmul, which computes in float32, to compute in float64
+    if the parameters are in float64.
 
-    Otherwise rounding errors of float32, which depend on the order of sums, would decide
-    to which of two fp8 values a number is rounded.
+    Otherwise rounding errors of float32, which depend on the order of sums, would
+    decide to which of two fp8 values a number is rounded.
     """
 
     @functools.wraps(product)
