@@ -200,7 +200,7 @@ def test_groups_of_some_stages_are_created_by_all_ranks():
     )
     (made,) = uneven_groups(plan, plan.context())
     assert made.name == "expert_mesh"
-    assert "    make_groups(mesh)\n    place = " in render(plan, digest=digest(plan))
+    assert "    make_groups(mesh)\n    pipeline_rank = " in render(plan, digest=digest(plan))
     mine = trained(plan, "Qwen3Moe", changes)
     theirs = trained(plan, "Qwen3Moe", changes, executed(plan))
     for number, (_, gradients, *_) in mine.items():
