@@ -11,7 +11,7 @@ from planc.answers.target import Overrides, compile_for, settings_of
 from planc.compiler import Compiled, compile, read
 from planc.diagnostics.diagnostic import Diagnostic, PlanError, Sink
 from planc.ir.engine_layout import engine_side
-from planc.ir.patches import HeldPatch, TransferSide
+from planc.ir.patches import BUCKET, HeldPatch, TransferSide
 from planc.ir.serving import serving_of
 from planc.model.cache import require_torch
 from planc.model.hub_tensors import UnknownHubError
@@ -19,7 +19,7 @@ from planc.tools.estimate.profiles import Hardware
 from planc.tools.estimate.profiles import hardware as hardware_profile
 from planc.tools.transfer import document
 from planc.tools.transfer.held import NotSlicesError, full_tensors, training_side
-from planc.tools.transfer.table import BUCKET, TransferTable, table_of
+from planc.tools.transfer.table import TransferTable, table_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

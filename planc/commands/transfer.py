@@ -7,7 +7,7 @@ import sys
 from planc.answers.transfer import split_settings, transfer_of
 from planc.commands import output, shared_arguments, terminal
 from planc.diagnostics.diagnostic import Sink
-from planc.tools.transfer.table import BUCKET
+from planc.ir.patches import BUCKET
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,8 @@ from math import prod
 Range = tuple[int, int]
 Box = tuple[Range, ...]
 """A range [start, stop) of each dim."""
+BUCKET = 256 << 20
+"""The bytes that a rank sends or receives at once in a transfer, by default."""
 FP8 = "float8_e4m3fn"
 Index = tuple[int, ...]
 """The indices of lists, such as the number of a layer, that a name has for its `{}`."""

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from planc.diagnostics.diagnostic import PlanError
 from planc.diagnostics.notebook import InNotebooks
-from planc.ir.patches import HeldPatch
+from planc.ir.patches import BUCKET, HeldPatch
 from planc.runtime.preconditions import stop
-from planc.tools.transfer.table import BUCKET
 
 if TYPE_CHECKING:
     from planc.runtime.transfer import TransferPlan, WeightTransfer

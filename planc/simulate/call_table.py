@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from planc.ops.activation_checkpoint import GROUPS, Save
 
-FLOPS, MEMORY, LINK = 720e12, 2800e9, 250e9
+FLOPS, MEMORY, LINK = 720e12, 2800e9, 330e9
 """FLOPs, bytes of memory and bytes of collectives in a second: those of the profile `h100-8x`. What
 is kept depends on their ratios alone, and must be the same on every machine.
 """

@@ -15,7 +15,7 @@ from test_library import CASES
 from planc.compiler import compile, compile_plan, read
 from planc.diagnostics.diagnostic import Sink
 from planc.infer.flow_types import Clash
-from planc.infer.infer_layouts import infer_layouts, layout_errors
+from planc.infer.infer_layouts import has_sequence_shards, infer_layouts, layout_errors
 from planc.infer.propagate import infer
 from planc.model.dataflow import Operation, decode, encode
 from planc.model.facts import Facts
@@ -241,7 +241,8 @@ def test_layouts_are_stated_or_inferred(line, code, tmp_path):
 def test_every_rule_says_why(tmp_path):
     done, _ = short(tmp_path)
     [setting] = done.plan.sequence
-    assert setting.parts and setting.wanted is None
+    assert setting.wanted is None
+    assert any(has_sequence_shards(rule.style) for rule in done.plan.tensor)
     by_style = {type(r.style): r for r in done.plan.tensor if r.inferred}
     assert {Input, Sequence, Rowwise, Colwise} == by_style.keys()
     gathered = by_style[Input].inferred

@@ -72,8 +72,8 @@ class StageStatistics(TorchFunctionMode):  # type: ignore[misc]
         self.gradients = {id(p): p for p in trained if p.grad is not None}
         # many norms of weights are of matrices alone
         weights = {id(p): p for p in trained if p.ndim > 1}
-        for parameter in weights.values():
-            self._mark(parameter, frozenset([Origin(WEIGHTS, id(parameter))]))
+        # a weak reference to a parameter would refuse `model.to_empty` and `model.to`
+        self.weights = weights | {id(getattr(p, "_local_tensor", p)): p for p in weights.values()}
         every = {GRADIENTS: set(self.gradients), WEIGHTS: set(weights)}
         self.missing = {kind: every[kind] for kind in kinds if len(every[kind]) > 1}
         self.every = {kind: frozenset(every[kind]) for kind in self.missing}
@@ -94,9 +94,22 @@ class StageStatistics(TorchFunctionMode):  # type: ignore[misc]
                 self._note(func.__name__, inputs, result)
         return out
 
+    def _weight_of(self, tensor: Tensor) -> nn.Parameter | None:
+        """The parameter that a tensor is, or whose shard it is; None for other tensors."""
+        parameter = self.weights.get(id(tensor))
+        if tensor is parameter or tensor is getattr(parameter, "_local_tensor", None):
+            return parameter
+        return None
+
+    def _origins_of(self, tensor: Tensor) -> frozenset[Origin]:
+        if (parameter := self._weight_of(tensor)) is not None:
+            return frozenset([Origin(WEIGHTS, id(parameter))])
+        return self.origins.get(tensor) or frozenset()
+
     def _mark(self, tensor: Tensor, origins: frozenset[Origin]) -> None:
-        for each in (tensor, getattr(tensor, "_local_tensor", tensor)):
-            self.origins[each] = origins
+        for part in (tensor, getattr(tensor, "_local_tensor", tensor)):
+            if self._weight_of(part) is None:
+                self.origins[part] = origins
 
     def _exchange(self, frame: Any) -> None:
         """Notes that ranks exchange values: planc itself exchanges norms of gradients alone."""
@@ -110,7 +123,7 @@ class StageStatistics(TorchFunctionMode):  # type: ignore[misc]
         Raises:
             PlanError: PL427, a number of all weights of the stages changes a weight.
         """
-        known = [self.origins.get(tensor) or frozenset() for tensor in inputs]
+        known = [self._origins_of(tensor) for tensor in inputs]
         origins = frozenset().union(*known)
         if all(tensor.dtype == torch.bool for tensor in inputs):  # whether weights are finite
             origins = frozenset(origin for origin in origins if origin.kind == GRADIENTS)

@@ -4,7 +4,7 @@ from planc.sections import SectionDeclaration
 
 DECLARATION = SectionDeclaration(
     codes=(
-        ("PL670", "info", "plan", "training draws random numbers"),
+        ("PL670", "info", "plan", "training uses random numbers"),
         ("PL671", "warning", "plan", "layers that are skipped at random"),
     ),
 )

@@ -77,7 +77,7 @@ class ExpectedNumbers:
         """FLOPs a second of the data sheet; None of a device that no profile has."""
         for name in profiles.shipped_profiles():
             one = profiles.hardware(name, Sink())
-            if one and device in one.devices.split(", "):
+            if one and device and device in one.devices.split(", "):
                 return one.peak_tflops * 1e12
         return None
 

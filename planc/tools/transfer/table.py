@@ -12,9 +12,6 @@ from math import lcm
 from planc.ir.patches import Box, HeldPatch, Index, Patch, TransferSide, cover, group_by_hub, volume
 from planc.model.facts import DTYPE_BYTES
 
-BUCKET = 256 << 20
-"""The bytes that a rank sends or receives at once, by default."""
-
 
 class MissingError(Exception):
     """No rank of the training plan holds elements that the engine needs."""

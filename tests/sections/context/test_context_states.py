@@ -173,7 +173,7 @@ def test_another_function_that_hands_states_on_is_refused(monkeypatch):
     monkeypatch.setattr(
         context_states.StateRanks, "run_recurrence", lambda _, f, __, a, k: f(*a, **k)
     )
-    with pytest.raises(AssertionError, match="another function than transformers'"):
+    with pytest.raises(AssertionError, match="a function that is not transformers'"):
         worst("bamba", ranks=2)
 
 

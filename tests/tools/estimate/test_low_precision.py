@@ -110,7 +110,7 @@ def test_experts_stay_in_16_bits(tmp_path):
     section = "matmul {\n    $blocks.self_attn.{q,k,v}_proj : fp8(recipe = rowwise)\n}\n"
     path.write_text(f'plan a for qwen3_moe\n\nextend "qwen3_moe"\n\n{section}')
     made = planc.estimate("qwen3-30b-a3b", str(path), world_size=8, batch=8, seq=512)
-    assert "; products of experts in 16 bits; " in str(made)
+    assert "; matmuls of experts in 16 bits; " in str(made)
 
 
 def test_no_rank_is_run_alone(tmp_path):

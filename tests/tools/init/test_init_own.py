@@ -14,12 +14,12 @@ from transformers import SwinConfig
 from planc.cli import main
 from planc.compiler import compile_plan
 from planc.diagnostics.diagnostic import Sink
-from planc.lowering import rng
 from planc.model.facts import Facts, Module
 from planc.model.load import load
 from planc.ops.styles import Colwise
 from planc.ops.tensor_parallel import Parallelize
 from planc.proof.layout_flow import flow
+from planc.sections.draws import lowering as draws_lowering
 from planc.sections.draws.ops import SyncRng
 from planc.tools.init.init import draft
 from planc.tools.init.part_sizes import PartSizes
@@ -171,7 +171,7 @@ def test_what_draws_takes_no_rule_away(name, tmp_path):
 @pytest.mark.parametrize("name", sampled(["functional_dropout", "drop_path"], 2))
 def test_ranks_that_do_not_draw_alike_are_refuted(name, tmp_path, monkeypatch):
     facts, made, _ = drafted(name)
-    monkeypatch.setattr(rng, "drawing_fields", lambda *_: ())
+    monkeypatch.setattr(draws_lowering, "drawing_fields", lambda *_: ())
     _, verdict, sink = checked(facts, made.text, tmp_path, "sequence=false")
     assert verdict.verdict == "refuted"
     assert "PL511" in {d.code for d in sink if d.severity == "error"}
