@@ -81,11 +81,19 @@ def _from_table(stored: str, text: str) -> Lark:
     return loaded
 
 
+_UNBOUNDED = 2**32 - 1
+"""The width of a pattern without an upper bound: releases of Python 3.11 have different ones."""
+
+
 def table(text: str) -> str:
     """The table of a grammar as JSON, in the format of lark's stand-alone parser generator."""
     data, memo = _build(text).memo_serialize([TerminalDef, Rule])
     data["options"]["postlex"] = None
     data["parser"]["parser"] = _renumber(data["parser"]["parser"])
+    for terminal in memo.values():
+        pattern = terminal.get("pattern", {})
+        if "_width" in pattern:
+            pattern["_width"] = [min(width, _UNBOUNDED) for width in pattern["_width"]]
     content = {"made_from": _made_from(text), "data": data, "memo": memo}
     return json.dumps(content, separators=(",", ":"), sort_keys=True) + "\n"
 
