@@ -181,11 +181,11 @@ def test_shapes_run_once_and_towers_are_not_searched_again(monkeypatch, tmp_path
         ran.append((given[1], plain(*given)))
         return ran[-1][1]
 
+    case = real_size._real_case(compiled_of("llava-1.5-7b", "llava", ["tp=2"], 8))
+    assert case.compiled.lowered.has(Checkpoint)
     plain = run._run
     monkeypatch.setattr(run, "_run", forward)
     monkeypatch.setattr(transformers_model, "choose", choose)
-    case = real_size._real_case(compiled_of("llava-1.5-7b", "llava", ["tp=2"], 8))
-    assert case.compiled.lowered.has(Checkpoint)
     monkeypatch.setenv("PLANC_CACHE_DIR", str(tmp_path))
     assert real_size._outcome(case, ("images",)).verdict == "proved"
     [(lowered, (crash, late))] = ran
