@@ -90,8 +90,8 @@ class _More(TypedDict, total=False):
 class Sink:
     """Collects the findings of one run, each once; none is removed, and `replace` explains one.
 
-    What a proof overrules no longer counts: iteration, `diagnostics`, `errors` and `has_errors`
-    have the findings that stand, `overruled_findings` has the others.
+    A proof can overrule findings. These are only in `overruled_findings`; iteration, `diagnostics`,
+    `errors` and `has_errors` leave them out.
     """
 
     _found: dict[Diagnostic, None] = field(default_factory=dict)
