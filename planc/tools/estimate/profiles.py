@@ -13,7 +13,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
-from planc.diagnostics.diagnostic import Sink
+from planc.diagnostics.diagnostic import Sink, did_you_mean
 
 FOLDER = Path(__file__).parent / "profiles"
 
@@ -291,6 +291,10 @@ def _read(
         return None
     for change in changes:
         key, _, value = change.partition("=")
+        if key not in (names := [f.name for f in fields(kind)]):
+            help = did_you_mean(key, names, f"name one of the fields of {path.name}")
+            sink.error("PL701", f"{key} is not a field of a {what} profile", help=help)
+            return None
         table[key] = _number(value)
     if changes and isinstance(table.get("name"), str):
         table["name"] += f" with {', '.join(changes)}"

@@ -24,6 +24,14 @@ def test_fields_that_a_profile_cannot_have(change):
     assert [d.code for d in sink.diagnostics] == ["PL701"]
 
 
+def test_a_misspelled_field_is_answered_with_the_field():
+    sink = Sink()
+    assert profiles.hardware("h100-8x", sink, ("network_latency=10",)) is None
+    [finding] = sink.diagnostics
+    assert finding.message == "network_latency is not a field of a hardware profile"
+    assert "`network_latency_us`" in finding.help
+
+
 def test_the_option(capsys):
     asked = ["estimate", "llama-3.1-8b", "llama", "--world-size", "64", "--batch", "64"]
     asked += ["--seq", "512", "--set-hardware"]
