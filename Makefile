@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(abspath $(VENV))/bin
 export OMP_NUM_THREADS ?= 1
+# Tests start hundreds of processes, and each would compile planc anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test costs matrix compare wheel tag vsix quick outputs processes fp8 lint bench estimate gpu peaks mutants mutation scripts silent fuzz coverage axes audit options cluster docs pages screenshots clean
 

@@ -1,4 +1,5 @@
 import difflib
+import gc
 import json
 import os
 import re
@@ -80,6 +81,11 @@ def _leave_out_slow(config, items):
     names = set(names)
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in names])
     items[:] = [item for item in items if item.nodeid not in names]
+
+
+def pytest_collection_finish(session):
+    """Keeps Python from searching all imported modules for cycles, again and again."""
+    gc.freeze()
 
 
 SECONDS = {}
