@@ -104,7 +104,7 @@ def _require_row(options: argparse.Namespace, sink: Sink) -> None:
         return
     usual = (options.optimizer, options.attention) == ("adamw", "sdpa")
     for said, wrong in (
-        ("a row is of all places of the pipeline: leave --stage off", bool(options.stage)),
+        ("a row needs all pipeline ranks: leave --stage off", bool(options.stage)),
         ("a row is of all layers: leave --layers off", bool(options.layers)),
         ("`planc calibrate` takes steps of adamw and sdpa", not usual),
         ("a row names its plan, and standard input has no name", options.plan == "-"),

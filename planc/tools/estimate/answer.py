@@ -409,7 +409,7 @@ def _memory(found: Answer, explain: bool) -> Iterator[str]:
     step = found.estimate
     room = step.usable / GIB
     moment = step.fullest.largest
-    place = f", place {step.fullest.rank} of the pipeline" * (len(step.ranks) > 1)
+    place = f", pipeline rank {step.fullest.rank}" * (len(step.ranks) > 1)
     at = f"{moment.name}{place}"
     unit, of = unit_of(step.fullest.peak)
     most = f"{step.fullest.peak / of:.2f} {unit} at most ({at})"

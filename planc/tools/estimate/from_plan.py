@@ -125,7 +125,7 @@ class PlanWork:
 
     @property
     def _ranks(self) -> int:
-        """The number of places in the pipeline."""
+        """The number of pipeline ranks."""
         return self.plan.mesh.size(self.pipeline.axis) if self.pipeline else 1
 
     @property

@@ -43,9 +43,8 @@ and so it does with every other one.
 
 
 FILLED = 4
-"""The number of times that the places of a pipeline are filled with microbatches, before each round
-of them holds as much more as every other one: schedules of two stages a rank have up to two rounds
-on the way.
+"""The rounds of microbatches, one for each pipeline rank, after which every further round holds the
+same number of bytes more: schedules of two stages a rank have up to two rounds in flight.
 """
 
 
@@ -133,7 +132,7 @@ def count(
         step: of one rank.
         runner: that runs the ranks of several plans; by default one of its own.
         exact: whether all layers are run.
-        places: of the pipeline; none for all.
+        places: the pipeline ranks to run; none for all.
         device: `cpu` or `cuda`, which runs all layers on memory of its own; empty for fake tensors.
         allow_code: whether Python code that the plan names may be run.
 
@@ -149,7 +148,7 @@ def count(
         work = _Work(compiled, step, running, every_layer, device, allow_code)
         every = range(work.places)
         if other := [place for place in places if place not in every]:
-            raise NotCountedError(f"the pipeline has places 0 to {every[-1]}, and no {other[0]}")
+            raise NotCountedError(f"the pipeline has ranks 0 to {every[-1]}, and no {other[0]}")
         return [work.rank(place) for place in places or every]
 
 

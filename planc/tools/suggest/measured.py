@@ -249,7 +249,7 @@ def _both(found: MeasuredRanks) -> Iterator[tuple[RankMemory, CountedRank]]:
 
 def _rank(rank: RankMemory, run: CountedRank, found: MeasuredRanks) -> Iterator[str]:
     room = found.counted.usable
-    place = f", place {rank.rank} of the pipeline" * (len(found.answer.estimate.ranks) > 1)
+    place = f", pipeline rank {rank.rank}" * (len(found.answer.estimate.ranks) > 1)
     unit, of = unit_of(rank.peak)
     reached = "when there was no more" if run.missed else "at most"
     most = f"{rank.peak / of:.2f} {unit} {reached} ({rank.largest.name}{place})"
