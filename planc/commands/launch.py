@@ -76,7 +76,7 @@ def _is_another(file: Path) -> bool:
 
 
 def _job(options: argparse.Namespace, sink: Sink) -> job.ClusterJob | None:
-    """The job of the largest world size, which goes on with the others."""
+    """The job of the largest world size, which continues with the others."""
     name, gpus = options.gpus_per_node
     asked = [{**vars(options), "world_size": n} for n in options.world_size or (None,)]
     every = [output.compile_options(argparse.Namespace(**one), sink) for one in asked]

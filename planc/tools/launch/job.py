@@ -34,7 +34,7 @@ class ClusterJob:
         lowered: the plan.
         digest: of the lowered plan.
         nodes, per_node: the number of nodes, and of ranks on each.
-        fewer: the smaller numbers of nodes that it goes on with, largest first, and the digest of
+        fewer: the smaller numbers of nodes that it continues with, largest first, and the digest of
             the plan on each.
         proof: what earlier proofs say of the plan, by the number of ranks.
         gpu: the name of the GPU, empty if none was given.
@@ -73,7 +73,7 @@ class ClusterJob:
         inside, across = map(phrases.mesh, by_node(self.lowered, self.per_node))
         ranks = f"{_ranks(self.lowered.world_size)} on {self.nodes} node{'s' * (self.nodes > 1)}"
         fewer = [
-            f"# goes on with {_ranks(nodes * self.per_node)} on {nodes} node{'s' * (nodes > 1)}"
+            f"# continues with {_ranks(nodes * self.per_node)} on {nodes} node{'s' * (nodes > 1)}"
             f" ({digest[:12]})"
             for nodes, digest in self.fewer.items()
         ]
