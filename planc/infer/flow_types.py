@@ -1,8 +1,8 @@
 """Types of tensors on a rank, and the state of the inference of layouts.
 
-A tensor is whole on every rank, a part of the sequence, something of the rank's own, or whole as a
-DTensor whose gradient is a sum; spmd_types has the same four types. A state is never changed, so
-each way that is tried begins with the same one.
+A tensor is replicated, a sequence shard, a shard of features, or replicated as a DTensor whose
+gradient is a sum; spmd_types has the same four types. A state is never changed, so each
+alternative that is tried begins with the same one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from planc.ops.styles import Style
 class Held(Enum):
     """The type of a tensor on a rank."""
 
-    WHOLE = "whole"
-    PART = "a part of the sequence"
-    VARYING = "its own features"
-    GATHERED = "whole, as a DTensor"
+    WHOLE = "the full tensor"
+    PART = "a sequence shard"
+    VARYING = "a shard of the features"
+    GATHERED = "the full tensor, as a DTensor"
 
 
 class Clash(Exception):

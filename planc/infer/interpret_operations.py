@@ -139,7 +139,7 @@ class FlowOperations:
         why, cut, at_fault = "", list[int](), given.tensors
         if parts and others:
             shape, cut = list(self.flow.shapes[others[0]]), others
-            why = f"`{name}` takes a part of the sequence and a plain tensor {shape}"
+            why = f"`{name}` gets a sequence shard and a plain tensor {shape}"
         elif parts and not one.tokenwise:
             why = f"`{name}` mixes tokens"
         elif not parts and Held.GATHERED in have and {Held.VARYING, Held.WHOLE} & have:
@@ -235,7 +235,7 @@ class FlowOperations:
         return any(contract(style).gives for style in self.styles(call))
 
     def part(self, tensor: int) -> Shard:
-        """The layout of a part of the sequence."""
+        """The layout of a sequence shard."""
         dim = self.flow.token_dim(tensor)
         return Shard(1 if dim is None else dim)
 

@@ -129,7 +129,7 @@ class _Inference(FlowOperations):
                 leaving = (*call.output_tensors, *call.nested)
                 parts = [t for t in leaving if result.kind(t) is Held.PART]
                 if parts:
-                    raise Clash("a part of the sequence leaves the model", whole=parts)
+                    raise Clash("a sequence shard leaves the model", whole=parts)
             return result
         except Clash as clash:
             last = clash
@@ -409,7 +409,7 @@ class _Inference(FlowOperations):
         after = _first(after, state, rule, sent=sent)
         if not changes:
             return after
-        reason = "each rank has all of its output, and keeps its part of the sequence"
+        reason = "each rank has all of its output, and keeps its sequence shard"
         cut = self.output(call, changes, reason, local=False)
         changed = (t for place, t in call.outputs if place in changes)
         return after.with_rules(cut, sent=self.wide(changed))
@@ -497,7 +497,7 @@ class _Inference(FlowOperations):
             output=Replicate() if whole else Shard(-1),
             local=True,
         )
-        reason = "its input is a part of the sequence" if have is Held.PART else ""
+        reason = "its input is a sequence shard" if have is Held.PART else ""
         if call.name in self.heads:
             reason = "what leaves the model is whole"
         dims = {**state.dims, out: len(self.flow.shapes[out]) - 1}

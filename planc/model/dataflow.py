@@ -42,7 +42,7 @@ class Operation:
     Args:
         name: torch's name of it.
         inputs, outputs: the tensors, by number.
-        tokenwise: whether a part of the sequence alone gives that part of the outputs.
+        tokenwise: whether a sequence shard gives the same shard of the outputs.
         in_place: whether it writes into its first input.
         draws: whether it draws random numbers.
         moves: the output's dim for each dim of the one input; None where dims keep their distance
