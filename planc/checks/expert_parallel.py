@@ -1,4 +1,4 @@
-"""PL529, PL550 to PL552: experts that ranks cannot divide, or whose tokens cannot be limited."""
+"""PL529, PL550 to PL552: sizes of `ep` that do not fit, and expert capacities that cannot work."""
 
 from planc.checks.queries import active, divisors, holds, several, sharding_rules
 from planc.diagnostics.diagnostic import Label, Sink, one_of

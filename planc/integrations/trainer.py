@@ -417,9 +417,9 @@ def _require_tried(kind: type, run: Run) -> None:
     if theirs[0] in _GENERATE and run.data_size < run.lowered.world_size:
         names = [a.name for a in run.lowered.axes if a.size > 1 and a.name not in run.lowered.data]
         raise ValueError(
-            f"TRL's {theirs[0]} counts each rank as rows of its own and draws on each other "
-            f"completions: the ranks of {', '.join(names)} would train on different ones. Set "
-            f"{', '.join(f'{name}=1' for name in names)}, and let dp_shard split the model"
+            f"TRL's {theirs[0]} treats each rank as a data-parallel rank and generates other "
+            f"completions on it: the ranks of {', '.join(names)} would train on different ones. "
+            f"Set {', '.join(f'{name}=1' for name in names)}, and let dp_shard split the model"
         )
 
 

@@ -1,4 +1,4 @@
-"""The expert section -> fused experts that ranks divide among them."""
+"""The expert section -> expert-parallel modules."""
 
 from planc.diagnostics.diagnostic import did_you_mean
 from planc.elaborate.call_arguments import Arguments, word
