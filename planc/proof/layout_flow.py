@@ -1,6 +1,6 @@
 """Layout flow for `planc check`: shrink, stand in, simulate, cache, report.
 
-The plan, as it was decided for the real model, is applied to a small one of the same family on a
+The plan, as it was decided for the real model, is applied to a proxy model of the family on a
 few ranks, and the discrepancies found by `planc.simulate.simulate` are reported at the lines of the
 plan. The outcome is cached by the digest of the small lowered plan, the configuration, the library
 versions and planc's own sources, so a warm check does not import torch.

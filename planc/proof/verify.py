@@ -114,7 +114,7 @@ def verify(
     with fork_server() as server:  # imports torch during the compilation
         files = compiler.read(plan, sink)
         if isinstance(files, LoweredFile):
-            message = "a lowered plan is for one model and cannot be applied to a small one"
+            message = "a lowered plan is for one model and cannot be applied to a proxy model"
             report_unknown(sink, message, "pass the .plan file")
             return Proof(verdict="unknown")
         facts = load(model, sink, allow_code=allow_code)

@@ -1,4 +1,4 @@
-"""The data flow of a model, from the cache or recorded with a small one."""
+"""The data flow of a model, from the cache or recorded with a proxy model."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Report:
         yield f"  files     {len(self.every[0].files)} compared on every rank"
         yield from self._free("memory", self.needed.memory)
         yield from self._free("disk", self.needed.disk)
-        yield f"  model     small one {self.small}"
+        yield f"  model     proxy model {self.small}"
         if not self.seen:
             yield "  links     not measured"
             return
