@@ -53,15 +53,18 @@ def remedy(
     assert compiled.plan is not None
     axis = axes[0].name
     mine = tensor_rules(plan, axis)
-    rights = [(tensor_rules(*made), real) for made, real in _right_plans(compiled, small, draft)]
-    found = [(differences(mine, right, compiled.plan, real), right) for right, real in rights]
-    changes, right = min(found, key=lambda one: len(one[0]), default=([], {}))
+    rights = [
+        (tensor_rules(*right_plan), real)
+        for right_plan, real in _right_plans(compiled, small, draft)
+    ]
+    candidates = [(differences(mine, right, compiled.plan, real), right) for right, real in rights]
+    changes, right = min(candidates, key=lambda candidate: len(candidate[0]), default=([], {}))
     if len(changes) > 1 or any(change.old is None for change in changes):
         right_plans = [real for _, real in rights]
         for condition, wanted in sorted(
             _wrong_conditions(compiled, right_plans), key=lambda at: at[1]
         ):
-            other, rules = found[wanted]
+            other, rules = candidates[wanted]
             if _proves(small, plan, axis, rules, other):
                 return (replace(other[0], condition=condition),)
     changes.sort(key=partial(_distance, outcome))
@@ -92,12 +95,12 @@ def _negate(node: Any, when: ast.When) -> Any:
         origin = when.condition.origin
         return replace(when, condition=ast.Unary(op="not", operand=when.condition, origin=origin))
     parts = {name: getattr(node, name, None) for name in _CONTAIN}
-    made = {
+    negated = {
         name: tuple(_negate(child, when) for child in part)
         for name, part in parts.items()
         if isinstance(part, tuple)
     }
-    return replace(node, **made) if made else node
+    return replace(node, **negated) if negated else node
 
 
 _CONTAIN = ("statements", "items", "then", "otherwise")
@@ -110,17 +113,17 @@ def _styles(plan: Plan) -> Mapping[At, Style]:
 
 
 def blamed_first(
-    found: Sequence[Diagnostic], changes: Sequence[RuleChange]
+    findings: Sequence[Diagnostic], changes: Sequence[RuleChange]
 ) -> Iterator[Diagnostic]:
     """Yields the first error, moved to the lines at fault, with the edit as its help.
 
     The other errors become facts of it. If the edit removes rules, the help of the error itself
     comes first.
     """
-    if not (found and changes):
-        yield from found
+    if not (findings and changes):
+        yield from findings
         return
-    first, *others = found
+    first, *others = findings
     blamed = dict.fromkeys(label for change in changes for label in change.label)
     texts = dict.fromkeys(change.text for change in changes)
     ways = [f"{', and '.join(texts)}: then the proxy model is proved", first.help]
@@ -152,9 +155,9 @@ def _right_plans(
     for right in right_compiled(compiled, draft):
         assert right.plan is not None
         sizes = {a.name: ranks if a.role is AxisRole.TENSOR else 1 for a in right.plan.mesh.axes}
-        made = small_plan(right, small.model, facts, sizes)
-        if isinstance(made, Plan):
-            yield (made, made.mesh.of_role(AxisRole.TENSOR)[0].name), right.plan
+        small_right = small_plan(right, small.model, facts, sizes)
+        if isinstance(small_right, Plan):
+            yield (small_right, small_right.mesh.of_role(AxisRole.TENSOR)[0].name), right.plan
 
 
 def right_compiled(compiled: Compiled, draft: Draft) -> Iterator[Compiled]:
@@ -163,13 +166,13 @@ def right_compiled(compiled: Compiled, draft: Draft) -> Iterator[Compiled]:
     """
     assert compiled.facts is not None and compiled.plan is not None
     written = partial(draft, compiled.facts)
-    files = plan_files.read_for(compiled.facts.names, Sink(), written, own=False)
+    files = plan_files.read_for(compiled.facts.names, Sink(), written, user_folders=False)
     if not files:
         return
     size = compiled.plan.mesh.of_role(AxisRole.TENSOR)[0].size
     for settings in _settings(files, compiled.plan):
-        made = (f"tp={size}", *settings)
-        right = compile(files, compiled.facts, Sink(), world_size=size, settings=made)
+        right_settings = (f"tp={size}", *settings)
+        right = compile(files, compiled.facts, Sink(), world_size=size, settings=right_settings)
         if right.plan is not None and right.lowered is not None:
             yield right
 
@@ -179,8 +182,8 @@ def _settings(files: Sequence[ast.File], plan: Plan) -> Iterator[tuple[str, ...]
     if not uses(SEQUENCE, files):
         yield ()
         return
-    own = plan.options.get(SEQUENCE.word, SEQUENCE.default)
-    for value in (own, not own):
+    sequence = plan.options.get(SEQUENCE.word, SEQUENCE.default)
+    for value in (sequence, not sequence):
         yield (f"{SEQUENCE.word}={str(value).lower()}",)
 
 

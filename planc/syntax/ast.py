@@ -257,24 +257,24 @@ class File(Node):
     @cached_property
     def first_mentions(self) -> Mapping[str, Span]:
         """The first place of every name and every `$let` in it, in taken branches or not."""
-        found: dict[str, Span] = {}
+        mentions: dict[str, Span] = {}
         for name, origin in _mentions(self):
-            found.setdefault(name, origin)
-        return found
+            mentions.setdefault(name, origin)
+        return mentions
 
     @cached_property
     def declared_names(self) -> frozenset[str]:
         """The names of its options and lets that replace no other, in taken branches or not."""
-        found = (s for s in branches(self.statements) if isinstance(s, Option | Let))
-        return frozenset(s.name for s in found if not s.override)
+        declarations = (s for s in branches(self.statements) if isinstance(s, Option | Let))
+        return frozenset(s.name for s in declarations if not s.override)
 
 
 def children(node: Node) -> Iterator[Node]:
     """The nodes right inside a node."""
     for name in node.__dataclass_fields__:
         value = getattr(node, name)
-        found = value if isinstance(value, tuple) else (value,)
-        yield from (child for child in found if isinstance(child, Node))
+        values = value if isinstance(value, tuple) else (value,)
+        yield from (child for child in values if isinstance(child, Node))
 
 
 def branches(items: Iterable[Item | Statement]) -> Iterator[Item | Statement]:

@@ -21,18 +21,20 @@ def _node(kind: type[ast.Node], *fields: str) -> Method:
 
     A token is its text, a modifier is whether it is there. `modifiers` are those that the node has.
     """
-    own = kind.__dataclass_fields__
+    node_fields = kind.__dataclass_fields__
 
     def method(self: Any, meta: Meta, children: list[Any]) -> ast.Node:
         values: dict[str, Any] = {}
         for name, child in zip(fields, children, strict=True):
             if name == "modifiers":
-                values |= {word: word in (child or ()) for word in _MODIFIERS if word in own}
+                values |= {
+                    word: word in (child or ()) for word in _MODIFIERS if word in node_fields
+                }
             elif name in _MODIFIERS:
                 values[name] = child is not None
             elif isinstance(child, Token):
                 values[name] = _unquote(child) if child.type == "STRING" else str(child)
-                if f"{name}_origin" in own:
+                if f"{name}_origin" in node_fields:
                     values[f"{name}_origin"] = self.span_of(child)
             else:
                 values[name] = () if child is None and name in _LISTS else child

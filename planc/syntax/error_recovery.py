@@ -51,19 +51,19 @@ class Brackets:
     _stack: list[_Open] = field(default_factory=list)
 
     def _lose(self, end: int) -> None:
-        one = self._stack.pop()
-        self.unclosed.append(Unclosed(start=one.start, end=end if one.block else None))
+        bracket = self._stack.pop()
+        self.unclosed.append(Unclosed(start=bracket.start, end=end if bracket.block else None))
 
     def _close(self, position: int, line: int) -> None:
         opener = _OPENERS[self.text[position]]
         for depth in range(len(self._stack) - 1, -1, -1):
-            found = self.text[self._stack[depth].start]
-            if found == opener:
+            opening = self.text[self._stack[depth].start]
+            if opening == opener:
                 while len(self._stack) > depth + 1:
                     self._lose(line)
                 self._stack.pop()
                 return
-            if found == "{":
+            if opening == "{":
                 break
         self.lonely.add(position)
 
@@ -167,8 +167,8 @@ def statement(text: str, position: int) -> tuple[int, int]:
             merged[-1] = (merged[-1][0], end)
         else:
             merged.append((start, end))
-    own = (lines for lines in merged if lines[0] <= position <= lines[1])
-    return next(own, _lines(text, position, position))
+    containing = (lines for lines in merged if lines[0] <= position <= lines[1])
+    return next(containing, _lines(text, position, position))
 
 
 def _lines(text: str, first: int, last: int) -> tuple[int, int]:

@@ -93,9 +93,9 @@ def _readable(source: Source, sink: Sink) -> bool:
     binary = _BINARY.search(text)
     if binary:
         code = ord(binary[0])
-        found = f"it holds U+{code:04X}" if code < 0x80 else "it is not UTF-8"
+        reason = f"it holds U+{code:04X}" if code < 0x80 else "it is not UTF-8"
         where, help = source.span(binary.start(), binary.end()), "a .plan file is UTF-8 text"
-        sink.error("PL003", f"{source.name} is not text: {found}", where, help=help)
+        sink.error("PL003", f"{source.name} is not text: {reason}", where, help=help)
         return False
     start = 0
     for line in text.split("\n"):
@@ -124,27 +124,29 @@ def _close_brackets(source: Source, text: str, sink: Sink) -> tuple[str, tuple[i
     and the offsets at which the parser inserts a missing `}`.
     """
     ends = []
-    for one in error_recovery.brackets(error_recovery.mask_text(text)).unclosed[:MAX_ERRORS]:
-        quote = None if one.end is not None else error_recovery.open_string(text, one.start)
+    for unclosed in error_recovery.brackets(error_recovery.mask_text(text)).unclosed[:MAX_ERRORS]:
+        quote = (
+            None if unclosed.end is not None else error_recovery.open_string(text, unclosed.start)
+        )
         if quote is None:
-            _report_unclosed(one, source, sink)
+            _report_unclosed(unclosed, source, sink)
         else:  # the unclosed string contains the closing bracket
             syntax_errors.unclosed_string(source, quote, sink)
-        if one.end is None:
-            text = _blank(text, one.start)
+        if unclosed.end is None:
+            text = _blank(text, unclosed.start)
         else:
-            ends.append(one.end)
+            ends.append(unclosed.end)
     return text, tuple(sorted(ends))
 
 
-def _report_unclosed(one: error_recovery.Unclosed, source: Source, sink: Sink) -> None:
-    span = source.span(one.start, one.start + 1)
+def _report_unclosed(unclosed: error_recovery.Unclosed, source: Source, sink: Sink) -> None:
+    span = source.span(unclosed.start, unclosed.start + 1)
     labels = [Label(span=span)]
-    if one.end is not None and one.end < len(source.text):
-        line, _ = source.position(one.end)
-        end = one.end + len(source.line(line))
+    if unclosed.end is not None and unclosed.end < len(source.text):
+        line, _ = source.position(unclosed.end)
+        end = unclosed.end + len(source.line(line))
         note = "by the indentation, it ends before this line"
-        labels.append(Label(span=source.span(one.end, end), text=note))
+        labels.append(Label(span=source.span(unclosed.end, end), text=note))
     help = f"close it with `{syntax_errors.CLOSERS[span.text]}`"
     sink.error("PL004", f"this `{span.text}` is never closed", *labels, help=help)
 
@@ -191,8 +193,8 @@ def _recover(
     span = _place(error, source)
     forgotten = _forgotten(span, source, text, ends)
     if forgotten:
-        for one in forgotten:
-            _report_unclosed(one, source, sink)
+        for bracket in forgotten:
+            _report_unclosed(bracket, source, sink)
         return text, tuple(sorted((*ends, *(u.end for u in forgotten if u.end is not None))))
     lonely = error_recovery.brackets(error_recovery.mask_text(text), ends).lonely
     if not _is_orphan_else(error, source, text):
@@ -211,9 +213,9 @@ def _forgotten(
         return []
     line = text.rfind("\n", 0, span.start) + 1
     unclosed = error_recovery.guess_unclosed(error_recovery.mask_text(text))
-    found = [u for u in unclosed if u.end == line and u.end not in ends]
+    ending_here = [u for u in unclosed if u.end == line and u.end not in ends]
     # a brace that stands for one that was reported as missing is not in the source
-    return [u for u in found if source.text.startswith("{", u.start)]
+    return [u for u in ending_here if source.text.startswith("{", u.start)]
 
 
 def _is_orphan_else(error: UnexpectedInput, source: Source, text: str) -> bool:

@@ -35,11 +35,11 @@ def parse_file(source: Source, sink: Sink, path: str | None) -> ast.File:
             return _read(_entry(path), source)
     from planc.syntax.parse import parse
 
-    own = Sink()
-    file = parse(source, own)
-    for finding in own:
+    file_sink = Sink()
+    file = parse(source, file_sink)
+    for finding in file_sink:
         sink.add(finding)
-    if path and not own.diagnostics:
+    if path and not file_sink.diagnostics:
         _keep(path, file)
     return file
 
@@ -51,13 +51,13 @@ def _entry(path: str) -> Path:
 def _read(entry: Path, source: Source) -> ast.File:
     """The AST of an entry. Raises anything where the entry is not that of this text."""
 
-    def node(found: dict[str, Any]) -> ast.Node:
-        made: type[ast.Node] = _NODES[found.pop(_KIND)]
-        for name, value in found.items():
+    def node(fields: dict[str, Any]) -> ast.Node:
+        kind: type[ast.Node] = _NODES[fields.pop(_KIND)]
+        for name, value in fields.items():
             if isinstance(value, list):
                 at = name.endswith("origin")
-                found[name] = source.span(*value) if at else tuple(value)
-        return made(**found)
+                fields[name] = source.span(*value) if at else tuple(value)
+        return kind(**fields)
 
     digest, _, body = entry.read_text(encoding="utf-8").partition("\n")
     if digest != _digest(source, body):

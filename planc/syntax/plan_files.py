@@ -101,8 +101,8 @@ def _schedule_files(file: ast.File, place: PlanFile, sink: Sink) -> Iterator[tup
                 if isinstance(argument, ast.Literal) and isinstance(argument.value, str):
                     path = (place.path.parent if place.path else Path()) / argument.value
                     named = PlanFile(name=argument.value, path=path, revision=place.revision)
-                    found = text(named, call.origin, sink)
-                    yield call.origin, found or ""
+                    schedule = text(named, call.origin, sink)
+                    yield call.origin, schedule or ""
             case _:
                 pass
 
@@ -155,18 +155,18 @@ def read_for(
     sink: Sink,
     draft: Callable[[], tuple[ast.File, ...] | None] | None = None,
     *,
-    own: bool = True,
+    user_folders: bool = True,
 ) -> tuple[ast.File, ...] | None:
     """The files of the plan for a model, or of its `draft` where there is no plan; None after PL022
     (neither), PL611 (several) and as `read` does.
 
     Args:
         names: the model's class and its family.
-        own: whether plans of the user's folders count; what ships is the same for every user.
+        user_folders: whether plans of the user's folders count, besides those that ship.
     """
     before = sink.errors
     try:
-        place = plan_of_family(*names, own=own)
+        place = plan_of_family(*names, user_folders=user_folders)
     except ProjectError as error:
         _unusable(error, sink)
         return None
@@ -236,7 +236,7 @@ def written_family(name: str) -> str:
     return name if re.fullmatch(r"[A-Za-z_][\w.]*", name) else json.dumps(name)
 
 
-def plan_of_family(*names: str, own: bool = True) -> PlanFile | None:
+def plan_of_family(*names: str, user_folders: bool = True) -> PlanFile | None:
     """The plan for a model, such as llama's for mistral: one of the user's own folders, else a
     shipped one.
 
@@ -245,12 +245,12 @@ def plan_of_family(*names: str, own: bool = True) -> PlanFile | None:
 
     Args:
         names: the model's class and its `model_type`, or one of both; the first with a plan counts.
-        own: as for `read_for`.
+        user_folders: as for `read_for`.
 
     Raises:
         ProjectError: the project's settings cannot be used, or `SeveralPlans`.
     """
-    folders = (*(plan_folders() if own else ()), PLANS)
+    folders = (*(plan_folders() if user_folders else ()), PLANS)
     headers = {folder: {p: families(p) for p in plans_in(folder)} for folder in folders}
     for name in names:
         for folder, plans in headers.items():

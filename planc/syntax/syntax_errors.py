@@ -71,28 +71,28 @@ _MAX_EXPECTED = 5
 
 def report(error: UnexpectedInput, span: Span, source: Source, sink: Sink, *, lonely: bool) -> None:
     """Reports an error at a token as PL001, PL003, PL004 or PL005; `lonely` ones close nothing."""
-    found = span.text
-    if found.startswith('"') and isinstance(error, UnexpectedCharacters):
+    written = span.text
+    if written.startswith('"') and isinstance(error, UnexpectedCharacters):
         unclosed_string(source, span.start, sink)
         return
-    if found.isdigit() and isinstance(error, UnexpectedCharacters):
+    if written.isdigit() and isinstance(error, UnexpectedCharacters):
         digits = _DIGITS.match(source.text, span.start)
         whole = source.span(span.start, digits.end() if digits else span.end)
         sink.error("PL003", "this number is out of range", whole)
         return
     if lonely:
-        sink.error("PL004", f"no bracket is open that this `{found}` could close", span)
+        sink.error("PL004", f"no bracket is open that this `{written}` could close", span)
         return
     if _misspelled_keyword(span, source, sink):
         return
     line = source.line(span.line)
     spaced = _SPACED.search(line)
     expected = "" if spaced else _expected_tokens(error)
-    message = f"unexpected `{found}`" if found.strip() else "the line ends too early"
+    message = f"unexpected `{written}`" if written.strip() else "the line ends too early"
     if expected:
         message += f": expected {expected}"
     tip = f"a selector has no spaces: write `{''.join(spaced[0].split())}`" if spaced else None
-    tip = _likely(found, expected, line, source.text[span.start :]) or tip
+    tip = _likely(written, expected, line, source.text[span.start :]) or tip
     if unit := _SIZE.search(source.text[: span.end]):
         size = f"{unit[1]}{unit[2].upper()}"
         tip = f"units of sizes are KiB, MiB, GiB and TiB, or K, M, G and T: `{size}iB`, `{size}`"
@@ -125,40 +125,39 @@ def _in_place_of_yaml(line: str) -> str | None:
     return f"`{name} = {value}`" if value else f"`{name} {{`, and `}}` at its end"
 
 
-def _likely(found: str, expected: str, line: str, rest: str) -> str | None:
+def _likely(written: str, expected: str, line: str, rest: str) -> str | None:
     """The help for a known mistake; `rest` begins with what was found."""
-    if found and (advice := _in_place_of_yaml(line)):
+    if written and (advice := _in_place_of_yaml(line)):
         return f"this is YAML; a plan writes {advice}"
     for patterns, text in ((_TOKENS, rest), (_HEADS, line.lstrip())):
         for pattern, advice in patterns.items():
             if re.match(pattern, text):
                 return advice
-    if "`on`" in expected and found.isidentifier():
-        return f"name the axis after `on`: `on {found}`"
-    if expected == "`replicate`" and found.isidentifier():
-        return (
-            f"write `replicate on {found}` for ranks that hold the same, `*` between axes to shard"
-        )
+    if "`on`" in expected and written.isidentifier():
+        return f"name the axis after `on`: `on {written}`"
+    if expected == "`replicate`" and written.isidentifier():
+        on = f"replicate on {written}"
+        return f"write `{on}` for ranks that hold the same, `*` between axes to shard"
     if span := _RANGE.match(rest):
         return f"a range of entries is `[{span[1]}:{span[2]}]`, which ends before {span[2]}"
-    if found == "-" and (span := _DASHED.search(line)):
+    if written == "-" and (span := _DASHED.search(line)):
         return f"a range of entries is `[{span[1]}:{int(span[2]) + 1}]`, without its end"
-    if found == "=" and "`on`" in expected:
+    if written == "=" and "`on`" in expected:
         word = line.partition("=")[0].strip()
         return (
             elsewhere(word) or f"`{word}` stands in a section, as `tp = 2` does in `mesh {{ ... }}`"
         )
-    if found.startswith('"') and (word := found.strip('"')).isidentifier() and ":" in line:
+    if written.startswith('"') and (word := written.strip('"')).isidentifier() and ":" in line:
         return f"an action has no quotes: write `{word}`"
-    if found == "=" and "`:`" in expected:
+    if written == "=" and "`:`" in expected:
         return "a rule is `SELECTOR : ACTION`"
-    if found == ":" and expected == "`=`":
+    if written == ":" and expected == "`=`":
         return "a setting is `name = value`"
-    if found.isidentifier() and re.search(rf"= *\d+ +{found}\b", line):
-        return _AFTER_NUMBER.get(found, f"a number has no unit: remove `{found}`")
-    if found == "," and _BLOCK.match(line):
+    if written.isidentifier() and re.search(rf"= *\d+ +{written}\b", line):
+        return _AFTER_NUMBER.get(written, f"a number has no unit: remove `{written}`")
+    if written == "," and _BLOCK.match(line):
         return "each statement is a line of its own"
-    if expected.endswith("`:` or `=`") and not found.strip():
+    if expected.endswith("`:` or `=`") and not written.strip():
         return elsewhere(line.strip()) or "a rule is `SELECTOR : ACTION`, a setting `name = value`"
     return None
 

@@ -68,7 +68,7 @@ def models() -> dict[str, str]:
         family = values.get("model_type") or values.get("_class_name")
         sink = Sink()
         facts = load(path.stem, sink)
-        place = facts and plan_files.plan_of_family(*facts.names, own=False)
+        place = facts and plan_files.plan_of_family(*facts.names, user_folders=False)
         if place:
             found.setdefault((place.path.stem, family), path.stem)
     return {model: plan for (plan, _), model in found.items()}

@@ -66,6 +66,6 @@ def formatted_files(names: Iterable[str], sink: Sink) -> Iterator[FormattedFile]
 
 
 def _plan_files(folder: Path) -> list[str]:
-    found = (p for p in folder.rglob("*.plan") if p.is_file())
-    shown = (p for p in found if not any(n.startswith(".") for n in p.relative_to(folder).parts))
+    plans = (p for p in folder.rglob("*.plan") if p.is_file())
+    shown = (p for p in plans if not any(n.startswith(".") for n in p.relative_to(folder).parts))
     return sorted(str(p) for p in shown)

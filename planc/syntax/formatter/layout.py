@@ -64,11 +64,11 @@ def laid_out(text: str) -> str:
     pads = _pads(lines)
     for at, line in enumerate(lines):
         blank = line.blank and at > 0 and not lines[at - 1].opens and not line.closes
-        made = _render(line.parts, line.indent, pad=pads.get(at))
-        made = made or [_Row(indent=line.indent, text="")]
-        made[-1] = replace(made[-1], comment=line.comment)
-        made[0] = replace(made[0], blank=blank)
-        rows += made
+        rendered = _render(line.parts, line.indent, pad=pads.get(at))
+        rendered = rendered or [_Row(indent=line.indent, text="")]
+        rendered[-1] = replace(rendered[-1], comment=line.comment)
+        rendered[0] = replace(rendered[0], blank=blank)
+        rows += rendered
     return "".join(_print_rows(rows))
 
 
@@ -81,11 +81,11 @@ def _pads(lines: Sequence[tokens.OutputLine]) -> dict[int, tuple[int, int]]:
     for at, line in enumerate(lines):
         if not line.parts and not line.blank and last is not None:
             continue  # a comment between two rules does not part them
-        found = None if line.opens or line.closes else _separator(line)
-        if found is None:
+        separator = None if line.opens or line.closes else _separator(line)
+        if separator is None:
             last = None
             continue
-        kind, position = found
+        kind, position = separator
         if line.blank or last != kind:
             runs.append([])
         last = kind
@@ -105,8 +105,8 @@ def _separator(line: tokens.OutputLine) -> tuple[tuple[object, ...], int] | None
     if "EQUAL" not in kinds:
         return None
     position = kinds.index("EQUAL")
-    own = (k for k in kinds[: position - 1] if k not in _MODIFIERS)
-    return ("EQUAL", *own), position
+    preceding = (k for k in kinds[: position - 1] if k not in _MODIFIERS)
+    return ("EQUAL", *preceding), position
 
 
 # Brackets --------------------------------------------------------------------------------------
@@ -172,9 +172,9 @@ def _item_rows(group: tokens.BracketGroup, indent: int) -> list[_Row]:
     rows: list[_Row] = []
     for item in group.items:
         rows += [_Row(indent=indent, text="", comment=c) for c in item.lead]
-        made = _render(item.parts, indent, end="," if group.is_list else "")
-        made[-1] = replace(made[-1], comment=item.trailing)
-        rows += made
+        rendered = _render(item.parts, indent, end="," if group.is_list else "")
+        rendered[-1] = replace(rendered[-1], comment=item.trailing)
+        rows += rendered
     return [*rows, *(_Row(indent=indent, text="", comment=c) for c in group.tail)]
 
 

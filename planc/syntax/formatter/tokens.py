@@ -148,8 +148,8 @@ def _token(kind: str, text: str, gap: str, end: int, *, unary: bool = False) -> 
 class TokenReader:
     """Pieces -> lines."""
 
-    def __init__(self, found: Iterator[PlanToken]) -> None:
-        self.tokens_of = list(found)
+    def __init__(self, plan_tokens: Iterator[PlanToken]) -> None:
+        self.tokens_of = list(plan_tokens)
         self.at = 0
         self.lines: list[OutputLine] = []
 

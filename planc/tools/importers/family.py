@@ -54,8 +54,8 @@ class Base:
         from planc.model.sources.huggingface import defaults
 
         name, sink = self.family or "", Sink()
-        own, values = defaults(name)
-        if not (known := [key for key in keys if key in own]):
+        shipped_rules, values = defaults(name)
+        if not (known := [key for key in keys if key in shipped_rules]):
             return frozenset()
         facts = load(self.model, sink) if self.model else load_values(values, name, sink)
         if facts is None:
@@ -79,7 +79,7 @@ def base_of(family: str | None, model: str | None, sink: Sink) -> Base:
     try:
         place = plan_files.plan_of_family(family) if family else None
     except ProjectError:  # several of one's own
-        place = plan_files.plan_of_family(family or "", own=False)
+        place = plan_files.plan_of_family(family or "", user_folders=False)
     path = place.path if place and place.path else PLANS / "blocks.plan"
     files = plan_files.read(str(path), sink)
     nodes = [node for file in files for node in ast.walk(file)]
@@ -126,8 +126,8 @@ def family_of(
         for pattern, family in models["names"]:
             if re.search(pattern, last):
                 return family, None
-        if found := [f for f in known if _plain(f) in _plain(last)]:
-            return found[-1], None
+        if families := [f for f in known if _plain(f) in _plain(last)]:
+            return families[-1], None
     if block_class:
         owner = _plain(re.sub(r"(Text)?(Decoder|Encoder)?(Layer|Block)$", "", block_class))
         return next((f for f in known if _plain(f) == owner), None), None

@@ -29,11 +29,11 @@ def replicated_shares(files: tuple[ast.File, ...], facts: Facts) -> dict[str, fl
     done = compiler.compile(files, facts, Sink(), world_size=RANKS, settings=(f"tp={RANKS}",))
     if done.lowered is None or done.applied is None:
         return None
-    found = replicated_parameters(*done.applied)
-    if found is None:
+    parameters = replicated_parameters(*done.applied)
+    if parameters is None:
         return None
     modules: dict[str, float] = {}
-    for count, name in found:
+    for count, name in parameters:
         owner = name.rpartition(".")[0]
         modules[owner] = modules.get(owner, 0.0) + count / facts.root.count
     return dict(sorted(modules.items(), key=lambda m: -m[1]))
@@ -41,10 +41,10 @@ def replicated_shares(files: tuple[ast.File, ...], facts: Facts) -> dict[str, fl
 
 def comments(text: str, facts: Facts, search: Search, sink: Sink) -> Iterator[str]:
     """Yields paragraphs for the top of a drafted plan; PL662 and PL663 say the same."""
-    own = replicated_shares(parsed_text(text), facts)
-    mine = 1.0 if own is None else sum(own.values())
-    if own is not None and mine >= _MUCH:
-        parts = {name: part for name, part in own.items() if part >= _PART}
+    shares = replicated_shares(parsed_text(text), facts)
+    mine = 1.0 if shares is None else sum(shares.values())
+    if shares is not None and mine >= _MUCH:
+        parts = {name: part for name, part in shares.items() if part >= _PART}
         shown = [
             f"{name} ({part:.0%}): {_why(name, facts, search)}" for name, part in parts.items()
         ]
@@ -64,11 +64,11 @@ def comments(text: str, facts: Facts, search: Search, sink: Sink) -> Iterator[st
 def _shipped_share(facts: Facts) -> tuple[str, float] | None:
     """The plan that ships for the family, and the share that it leaves whole."""
     quiet = Sink()
-    files = plan_files.read_for(facts.names, quiet, own=False)
+    files = plan_files.read_for(facts.names, quiet, user_folders=False)
     if not files:
         return None
-    found = replicated_shares(files, facts)
-    return None if found is None else (files[-1].origin.source.name, sum(found.values()))
+    shares = replicated_shares(files, facts)
+    return None if shares is None else (files[-1].origin.source.name, sum(shares.values()))
 
 
 def _why(name: str, facts: Facts, search: Search) -> str:
@@ -91,5 +91,5 @@ def _why(name: str, facts: Facts, search: Search) -> str:
         return "the proxy model's run does not call it"
     if module.kind in ("linear", "conv1d", "embedding"):
         return "no other linear of its block takes or gives what it does"
-    own = ", ".join(f"{p.name} {list(p.shape)}" for p in module.parameters[:3])
-    return f"{module.cls} has parameters of its own ({own}), and no style is known to split them"
+    names = ", ".join(f"{p.name} {list(p.shape)}" for p in module.parameters[:3])
+    return f"{module.cls} has parameters of its own ({names}), and no style is known to split them"
