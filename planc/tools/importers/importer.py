@@ -54,12 +54,12 @@ def import_plan(name: str, sink: Sink, *, peer: str | None, model: str | None) -
     text = reading.text_of(path, sink)
     if text is None or (peer is None and _report_refused(path, text, sink)):
         return None
-    found = reading.leaves(path, text, function or None, sink)
-    whose = None if found is None else _recognize(path, found, peer, sink)
-    if found is None or whose is None:
+    leaves = reading.leaves(path, text, function or None, sink)
+    whose = None if leaves is None else _recognize(path, leaves, peer, sink)
+    if leaves is None or whose is None:
         return None
     fate: list[tuple[ConfigKey, str, str]] = []
-    settings = _settings(whose, found, fate, sink)
+    settings = _settings(whose, leaves, fate, sink)
     given = {word: value for word, (value, _) in settings.items()}
     if function:
         given["model"], given["flavor"] = named_by(function, given.get("flavor"))
@@ -120,9 +120,9 @@ def _report_no_rule(
 
 
 def _recognize(
-    path: str, found: tuple[ConfigKey, ...], named: str | None, sink: Sink
+    path: str, leaves: tuple[ConfigKey, ...], named: str | None, sink: Sink
 ) -> Peer | None:
-    suffix, paths = Path(path).suffix.lower(), tuple(leaf.path for leaf in found)
+    suffix, paths = Path(path).suffix.lower(), tuple(leaf.path for leaf in leaves)
     if named:
         return peers()[named]
     known = [p for p in peers().values() if suffix in p.suffixes]
@@ -138,14 +138,14 @@ def _recognize(
 
 
 def _settings(
-    peer: Peer, found: tuple[ConfigKey, ...], fate: list[tuple[ConfigKey, str, str]], sink: Sink
+    peer: Peer, leaves: tuple[ConfigKey, ...], fate: list[tuple[ConfigKey, str, str]], sink: Sink
 ) -> dict[str, tuple[Any, list[ConfigKey]]]:
     """The settings of the file with the leaves that decide them; all other leaves go to `fate`."""
     result: dict[str, tuple[Any, list[ConfigKey]]] = {}
-    of_model = any(matches(p, leaf.path) for p in peer.model_file.split() for leaf in found)
-    words = {leaf.path: peer.meaning(leaf.path) for leaf in found}
-    scaled = any(words[leaf.path] == "fp16" and leaf.value not in _OFF for leaf in found)
-    for leaf in found:
+    of_model = any(matches(p, leaf.path) for p in peer.model_file.split() for leaf in leaves)
+    words = {leaf.path: peer.meaning(leaf.path) for leaf in leaves}
+    scaled = any(words[leaf.path] == "fp16" and leaf.value not in _OFF for leaf in leaves)
+    for leaf in leaves:
         word = words[leaf.path]
         if word is None and of_model and not leaf.path.startswith("distributed_config."):
             word = "model_left"
@@ -249,10 +249,10 @@ def _base(given: dict[str, Any], model: str | None, sink: Sink, *, exact: bool) 
 
 def _warn(fate: list[tuple[ConfigKey, str, str]], path: str, sink: Sink) -> None:
     help = "comments at the end of the plan list each with the reason"
-    if some := _some(fate, "unknown"):
-        sink.warning("PL734", f"{path} has {some}, unknown to planc", help=help)
-    if some := _some(fate, "lost"):
-        sink.warning("PL736", f"{path} has {some}, which no line of the plan says", help=help)
+    if keys := _some(fate, "unknown"):
+        sink.warning("PL734", f"{path} has {keys}, unknown to planc", help=help)
+    if keys := _some(fate, "lost"):
+        sink.warning("PL736", f"{path} has {keys}, which no line of the plan says", help=help)
 
 
 def _some(fate: list[tuple[ConfigKey, str, str]], kind: str) -> str:

@@ -99,10 +99,10 @@ class Peer:
         """The word for a key in the table: of the key itself, or of the longest pattern."""
         paths = self._spellings(path)
         table = ((p, word) for word, patterns in self.keys.items() for p in patterns.split())
-        found = [
+        matching_patterns = [
             (p in paths, len(p), word) for p, word in table if any(matches(p, at) for at in paths)
         ]
-        word = max(found)[2] if found else None
+        word = max(matching_patterns)[2] if matching_patterns else None
         return _changing(path) or word if word in REASONS and word != "optimizer" else word
 
     def spelling(self, path: str) -> str:
@@ -139,12 +139,12 @@ def peers() -> dict[str, Peer]:
 
 
 def _peer(name: str) -> Peer:
-    own = dict(table(name))
-    if like := own.pop("like", ""):
+    fields = dict(table(name))
+    if like := fields.pop("like", ""):
         base = table(like)
-        keys = {w: f"{base['keys'].get(w, '')} {p}" for w, p in own["keys"].items()}
-        own = base | own | {"keys": base["keys"] | keys}
-    return Peer(name=name, **own)
+        keys = {w: f"{base['keys'].get(w, '')} {p}" for w, p in fields["keys"].items()}
+        fields = base | fields | {"keys": base["keys"] | keys}
+    return Peer(name=name, **fields)
 
 
 def _changing(path: str) -> str | None:

@@ -36,25 +36,25 @@ def python_leaves(
             if isinstance(target, ast.Name)
         }
         return tuple(_value(calls[0], "", variables))
-    found = {
+    functions = {
         node.name: node
         for node in tree.body
         if isinstance(node, ast.FunctionDef) and "Config" in ast.unparse(node.returns or node.args)
     }
-    if function is None and len(found) == 1:
-        function = next(iter(found))
-    if function not in found:
-        have = one_of(found, last="and") or "none"
+    if function is None and len(functions) == 1:
+        function = next(iter(functions))
+    if function not in functions:
+        have = one_of(functions, last="and") or "none"
         known = f"write {name}:NAME with one of {have}"
         sink.error(
             "PL737",
             f"{name} has no configuration `{function}`"
             if function
-            else f"{name} has {len(found)} functions that return a configuration",
-            help=did_you_mean(function, found, known) if function else known,
+            else f"{name} has {len(functions)} functions that return a configuration",
+            help=did_you_mean(function, functions, known) if function else known,
         )
         return None
-    return tuple(_function_leaves(found[function], found, _MAX_BASES).values())
+    return tuple(_function_leaves(functions[function], functions, _MAX_BASES).values())
 
 
 def _is_distributed_config(call: ast.Call) -> bool:

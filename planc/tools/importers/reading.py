@@ -96,8 +96,8 @@ def _yaml(text: str) -> Any:
             return super().construct_mapping(node, deep=deep)
 
     Loader.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in found if not tag.endswith(":timestamp")]
-        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     try:
         return yaml.load(text, Loader) or {}
@@ -126,10 +126,10 @@ def _flat(value: Any, path: str, depth: int, count: list[int]) -> Iterator[Confi
         yield ConfigKey(path=path, value=value)
 
 
-def _with_lines(found: Iterator[ConfigKey], text: str) -> Iterator[ConfigKey]:
+def _with_lines(keys: Iterator[ConfigKey], text: str) -> Iterator[ConfigKey]:
     """The leaves with the lines of their keys, which stand in the same order in the text."""
     at = 0
-    for leaf in found:
+    for leaf in keys:
         key = re.escape(re.sub(r"(\[\])+$", "", leaf.path).rpartition(".")[2])
         pattern = rf"""(?m)(?:^|[\s.,{{\["'-]){key}["']?\s*[:=]"""
         place = re.compile(pattern).search(text, at) if key else None

@@ -101,9 +101,9 @@ def value_of(setting: str, value: Any) -> Any:
         case "size" | "number":
             return _number(kind, value)
         case "names":
-            found = value if isinstance(value, list) else str(value).split(",")
-            found = ["*" if str(v).lower() in ("all", "all-linear") else v for v in found]
-            names = tuple(re.sub(r"^\*?\.", "", str(v)).strip() for v in found)
+            written = value if isinstance(value, list) else str(value).split(",")
+            written = ["*" if str(v).lower() in ("all", "all-linear") else v for v in written]
+            names = tuple(re.sub(r"^\*?\.", "", str(v)).strip() for v in written)
             if not names or not all(re.fullmatch(r"[\w.*]+", name) for name in names):
                 reason = "names of modules; a plan has selectors in place of regular expressions"
                 raise Unknown(f"{reason}: until you write one, the plan takes all linear layers")

@@ -136,15 +136,15 @@ class ShellReader:
         return "".join(parts)
 
     def _expand(self, text: str) -> str:
-        def value(found: re.Match[str]) -> str:
-            name, sign, default = found[1] or found[4], found[2], (found[3] or "").strip("\"'")
+        def value(match: re.Match[str]) -> str:
+            name, sign, default = match[1] or match[4], match[2], (match[3] or "").strip("\"'")
             known = self.values.get(name)
             if sign and (known is None or (not known and sign[0] == ":")):
                 known = self._expand(default)
                 if sign[-1] == "=":
                     self.values[name] = known
             if known is None:
-                return found[0]
+                return match[0]
             self.expanded += len(known)
             if self.expanded > _MAX_EXPANDED:
                 raise ValueError(f"its variables expand to more than {_MAX_EXPANDED:,} characters")

@@ -49,8 +49,11 @@ def tensor_section(writer: RuleWriter, blocks: str) -> list[str]:
     styles = {names[key]: style for key, style in rules.items()}
     if not any("base_model_tp_plan" in key or key == name for key, name in names.items()):
         # a DistributedConfig changes rules of the model's own plan
-        own = writer.base.own_rules()
-        styles, names = {**own, **styles}, {**{key: key for key in own}, **names}
+        shipped_rules = writer.base.own_rules()
+        styles, names = (
+            {**shipped_rules, **styles},
+            {**{key: key for key in shipped_rules}, **names},
+        )
     # alone they shard little
     single = writer.base.known and not any("rowwise" in style for style in styles.values())
     lacking = frozenset[str]() if single else writer.base.lacking(names.values())
@@ -116,14 +119,14 @@ def expert_section(writer: RuleWriter, experts: str) -> list[str]:
 
 def fsdp_units(writer: RuleWriter, blocks: str) -> list[str]:
     """Units of an `fsdp_plan` that a family's plan does not have; records all rules of it."""
-    lines, own = list[str](), blocks in writer.base.units
+    lines, has_block_unit = list[str](), blocks in writer.base.units
     for key, style in (writer.given.get("fsdp_rule") or {}).items():
         path, kept = _path(_relative(key), blocks), style == "keep_full_weight"
         reshard = "never" if kept else "always"
         if path == blocks or (path.endswith(".*") and path.count("*") == 2):
             if not kept:
                 writer.record("same", "units reshard after forward, but for the last", key)
-            elif own:
+            elif has_block_unit:
                 writer.record("plan", f"override {blocks} : unit(reshard = never)", key)
                 lines.append(f"    override {blocks} : unit(reshard = never)    # {key}")
             else:

@@ -172,10 +172,10 @@ class Writer:
     def _strategy(self) -> None:
         """ZeRO stages and FSDP's strategies: the sizes of axes, and how units are resharded."""
         given = self.given
-        own = given.get("sharding_strategy") if given.get("full_sharding") else None
+        strategy = given.get("sharding_strategy") if given.get("full_sharding") else None
         for word, meant in (("full_sharding", "shard"), ("distributed_optimizer", "grad")):
-            given[word] = meant if given.get(word) and not own else None
-        given["sharding_strategy"] = own
+            given[word] = meant if given.get(word) and not strategy else None
+        given["sharding_strategy"] = strategy
         words = ("sharding_strategy", "full_sharding", "distributed_optimizer", "zero_stage",
                  "strategy")  # fmt: skip
         self.record("same", "parameters, gradients and optimizer state are sharded", *words)
@@ -412,12 +412,12 @@ class Writer:
 
     def _of_experts(self, arguments: dict[str, Any]) -> list[str]:
         """The rules of the weights of experts that peft's `target_parameters` names."""
-        found: dict[str, list[str]] = {}
+        weights_by_module: dict[str, list[str]] = {}
         for name in self.given.get("lora_parameters") or ():
             module, _, weight = name.rpartition(".")
-            found.setdefault(module or "experts", []).append(weight)
+            weights_by_module.setdefault(module or "experts", []).append(weight)
         lines, left = [], ("dropout", "dora", "double")  # peft has none there
-        for module, weights in found.items():
+        for module, weights in weights_by_module.items():
             named = f"[{', '.join(weights)}]"
             shown = _shown({**arguments, **dict.fromkeys(left), "parameters": named})
             words = ("adapter", "lora_parameters", "rank_stabilized", *_LORA.values())
@@ -434,8 +434,8 @@ class Writer:
                 self.record("same", "with adapters all else is frozen", word)
             elif word == "frozen_embeddings":
                 rules += self.add_line("    **<Embedding> : frozen", word)
-            elif found := [name for name in names if name in self.base.names]:
-                rules += self.add_line(f"    **.{found[0]} : frozen", word)
+            elif modules := [name for name in names if name in self.base.names]:
+                rules += self.add_line(f"    **.{modules[0]} : frozen", word)
             elif self.keys.get(word):
                 self.record(*none, word)
         if too := given.get("trained_too"):
@@ -546,8 +546,8 @@ class Writer:
             else:
                 self.record("same", "nothing is offloaded", word)
         lines += fsdp_units(self, BLOCKS)
-        own = "fsdp on dp_shard_cp" if CP.word in self.base.axes else "fsdp on dp_shard"
-        return [f"{own}, replicate on dp_replicate {{", *lines, "}", ""] if lines else []
+        head = "fsdp on dp_shard_cp" if CP.word in self.base.axes else "fsdp on dp_shard"
+        return [f"{head}, replicate on dp_replicate {{", *lines, "}", ""] if lines else []
 
 
 def _shown(arguments: dict[str, Any]) -> str:
