@@ -50,12 +50,14 @@ def _lines(delta: Delta) -> Html:
 
 def _sides(old: Lowered, new: Lowered) -> Iterator[Html]:
     """Rows of both texts, in color where they differ in more than the width of a column."""
-    one, two = (text.render(side, digest=digest(side)).splitlines() for side in (old, new))
-    keys = [[" ".join(line.split()) for line in side] for side in (one, two)]
+    old_lines, new_lines = (
+        text.render(side, digest=digest(side)).splitlines() for side in (old, new)
+    )
+    keys = [[" ".join(line.split()) for line in side] for side in (old_lines, new_lines)]
     for kind, a, b, c, d in SequenceMatcher(None, keys[0], keys[1], autojunk=False).get_opcodes():
         classes = ("", "") if kind == "equal" else ("gone", "come")
         for i in range(max(b - a, d - c)):
-            cells = zip((one[a:b], two[c:d]), classes, strict=True)
+            cells = zip((old_lines[a:b], new_lines[c:d]), classes, strict=True)
             yield tag("tr", *(tag("td", *x[i : i + 1], class_=k * (i < len(x))) for x, k in cells))
 
 

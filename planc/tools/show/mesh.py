@@ -55,7 +55,7 @@ def groups(lowered: Lowered, per_node: int, sent: Mapping[str, float]) -> tuple[
         if several := tuple(filter(wide, names)):
             sends.setdefault(several, {})[words] = None
     known = {tuple(filter(wide, names.split(" x "))): size for names, size in sent.items()}
-    found, sizes, experts = [], {a.name: a.size for a in lowered.axes}, lowered.experts
+    rank_groups, sizes, experts = [], {a.name: a.size for a in lowered.axes}, lowered.experts
     ranks = [places(lowered, rank) for rank in range(min(per_node, lowered.world_size))]
     for names, told in sends.items():
         axes, stride = tuple(n for n in sizes if n in names), 1
@@ -71,8 +71,8 @@ def groups(lowered: Lowered, per_node: int, sent: Mapping[str, float]) -> tuple[
             sent=known.get(names, 0),
         )
         keys = [group.key(place, sizes) for place in ranks]
-        found.append(replace(group, near=keys.count(keys[0])))
-    return tuple(sorted(found, key=lambda g: (-g.near, g.size)))
+        rank_groups.append(replace(group, near=keys.count(keys[0])))
+    return tuple(sorted(rank_groups, key=lambda g: (-g.near, g.size)))
 
 
 def _sends(lowered: Lowered) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -71,7 +71,7 @@ class _Tree:
         self.tied = Tied(facts)
         self.ops = [(op, tuple(_modules(op))) for op in lowered.ops]
         self.held = [pipeline.stage_modules(i) for i in range(pipeline.stages)] if pipeline else []
-        self.sets = [m for found in (*(s for _, s in self.ops), *self.held) for m in found]
+        self.sets = [m for sets in (*(s for _, s in self.ops), *self.held) for m in sets]
 
     def row(self, at: Modules, name: str, around: int | None) -> Row:
         """`around` is the pipeline's stage that holds the row around this one."""
@@ -89,13 +89,13 @@ class _Tree:
             inside.append(row)
         answer = why(first, self.compiled, Sink())
         assert answer is not None
-        own = (p.at_rest * self.tied.owners(at, p.name) for p in answer.parameters)
+        direct_bytes = (p.at_rest * self.tied.owners(at, p.name) for p in answer.parameters)
         return Row(
             modules=at,
             name=name,
             marks=tuple(self._marks(first, stage if stage != around else None)),
             why=answer,
-            size=sum(own) + sum(row.size for row in inside),
+            size=sum(direct_bytes) + sum(row.size for row in inside),
             inside=tuple(inside),
         )
 
@@ -117,8 +117,8 @@ class _Tree:
 def _modules(op: Op) -> Iterator[Modules]:
     """The modules that an operation acts on."""
     for about in (*(unit.members for unit in units_of(op)), op.about):
-        found = about if isinstance(about, tuple) else (about,)
-        yield from (m for m in found if isinstance(m, Modules))
+        parts = about if isinstance(about, tuple) else (about,)
+        yield from (m for m in parts if isinstance(m, Modules))
 
 
 def _has(sets: tuple[Modules, ...], name: str) -> bool:
