@@ -54,8 +54,8 @@ def complete(judged: Judged, offset: int) -> tuple[str, tuple[Item, ...]]:
 def _items(at: Cursor, judged: Judged) -> Iterator[Item]:
     section = at.section
     if path := re.search(r"(\S+)<\w*$", at.before):
-        found = judged.select_modules(*at.blocks, _selector(path[1]))
-        yield from ((modules.module.cls, "class", str(modules)) for modules in found)
+        modules_of_path = judged.select_modules(*at.blocks, _selector(path[1]))
+        yield from ((modules.module.cls, "class", str(modules)) for modules in modules_of_path)
     elif at.typed.startswith("config."):
         yield from _fields(at.typed, judged)
     elif re.search(r"\bon (?:\w+\s*\*\s*)*\w*$", at.before):

@@ -34,8 +34,8 @@ def cursor(text: str, offset: int) -> Cursor:
     """The place of an offset in a text, by the brackets before it."""
     shape, start, depth = mask_text(text[:offset]), 0, 0
     heads: list[re.Match[str] | None] = []
-    for found in re.finditer(r"[{}()\[\]\n]", shape):
-        at, char = found.start(), found[0]
+    for bracket in re.finditer(r"[{}()\[\]\n]", shape):
+        at, char = bracket.start(), bracket[0]
         block = char == "{" and (at == start or shape[at - 1] in " \t\n)")  # else alternatives
         if char in "([)]":
             depth = max(0, depth + (1 if char in "([" else -1))

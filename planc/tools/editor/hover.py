@@ -33,7 +33,7 @@ def hover(judged: Judged, offset: int) -> tuple[str, Span] | None:
 
 
 def _about(judged: Judged, offset: int) -> tuple[str, Span] | None:
-    *around, node = nodes_at(judged.own, offset)
+    *around, node = nodes_at(judged.file, offset)
     while around and isinstance(around[-1], ast.Selector | ast.Header):
         if isinstance(around[-1], ast.Selector) and around[-1].parts:
             break
@@ -60,21 +60,21 @@ def _about(judged: Judged, offset: int) -> tuple[str, Span] | None:
     return (text, place) if text else None
 
 
-def _modules(found: tuple[Modules, ...]) -> str:
+def _modules(module_sets: tuple[Modules, ...]) -> str:
     """The number of modules, their classes, and the shapes of their parameters."""
-    count = sum(len(modules) for modules in found)
-    lines = [f"{count:,} module{'' if count == 1 else 's'}\n"] if found else []
-    lines += [f"- `{modules}`: {module_text(modules)}" for modules in found[:_MOST]]
-    return "\n".join(lines + ["- ..."] * (len(found) > _MOST))
+    count = sum(len(modules) for modules in module_sets)
+    lines = [f"{count:,} module{'' if count == 1 else 's'}\n"] if module_sets else []
+    lines += [f"- `{modules}`: {module_text(modules)}" for modules in module_sets[:_MOST]]
+    return "\n".join(lines + ["- ..."] * (len(module_sets) > _MOST))
 
 
 def module_text(modules: Modules) -> str:
     """`32 x Linear, weight [14336, 4096] bf16`."""
     module = modules.module
-    own = [f"{p.name} {list(p.shape)} {phrases.dtype(p.dtype)}" for p in module.parameters]
-    own = own or [f"{module.count:,} parameters"] * (module.count > 0)
+    parameters = [f"{p.name} {list(p.shape)} {phrases.dtype(p.dtype)}" for p in module.parameters]
+    parameters = parameters or [f"{module.count:,} parameters"] * (module.count > 0)
     times = f"{len(modules)} x " if len(modules) > 1 else ""
-    return ", ".join((f"{times}{module.cls}", *own))
+    return ", ".join((f"{times}{module.cls}", *parameters))
 
 
 def _name(name: ast.Name, judged: Judged) -> str:

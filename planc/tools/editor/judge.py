@@ -24,7 +24,7 @@ class Judged:
     """An open plan, and what is known of it.
 
     Args:
-        own: the plan itself, without statements that don't parse.
+        file: the plan itself, without statements that don't parse.
         files: the plan that is judged, bases first.
         scope: its names and their values; None without a model.
         styles: its own styles, with their classes.
@@ -32,7 +32,7 @@ class Judged:
         checked: whether findings are all; else those of the syntax and of the target.
     """
 
-    own: ast.File
+    file: ast.File
     files: tuple[ast.File, ...]
     chosen: Chosen
     scope: Scope | None = None
@@ -42,7 +42,7 @@ class Judged:
 
     @property
     def source(self) -> Source:
-        return self.own.origin.source
+        return self.file.origin.source
 
     def select_modules(self, *selectors: ast.Selector) -> tuple[Modules, ...]:
         """The modules of a selector, inside those of the enclosing blocks, which come first."""
@@ -72,15 +72,15 @@ def judge(path: Path, texts: Mapping[str, str]) -> Judged:
     files = read_open(path, texts, sink)
     source = Source(str(path), texts[str(path.resolve())])
     empty = ast.File(origin=source.span(0, len(source.text)), statements=())
-    own = next((f for f in files if f.origin.source.name == str(path)), empty)
-    judged = Judged(own=own, files=files, chosen=chosen(own, texts, sink))
+    file = next((f for f in files if f.origin.source.name == str(path)), empty)
+    judged = Judged(file=file, files=files, chosen=chosen(file, texts, sink))
     target, root = judged.chosen.target, judged.chosen.root
     if root.resolve() != path.resolve():
         judged = replace(judged, files=read_open(root, texts, sink))
     place = locate_config(target.model) if target else None
     changed = place.path.stat().st_mtime if place and place.path.exists() else 0.0
-    facts, found = _read(target.model, changed) if target else (None, ())
-    sink.add(*found)
+    facts, diagnostics = _read(target.model, changed) if target else (None, ())
+    sink.add(*diagnostics)
     if target and facts:
         size, settings = target.world_size, target.set
         program = program_of(judged.files, facts, Sink(), world_size=size, settings=settings)
@@ -96,20 +96,20 @@ def check(judged: Judged) -> Judged:
     if target and judged.scope and not sink.has_errors:
         size, settings = target.world_size, target.set
         compile(judged.files, judged.scope.facts, sink, world_size=size, settings=settings)
-    found = tuple(_place(finding, judged) for finding in sink)
-    return replace(judged, findings=found, checked=True)
+    findings = tuple(_place(finding, judged) for finding in sink)
+    return replace(judged, findings=findings, checked=True)
 
 
 def _place(finding: Diagnostic, judged: Judged) -> Diagnostic:
     """A finding with a place in the open plan in front: for one in a plan that it extends, the line
     that extends it; for one without a place the header, or the comment with the target.
     """
-    own = Path(judged.source.name).resolve()
+    path = Path(judged.source.name).resolve()
     written = [la for la in finding.labels if not la.span.source.argument]
-    here = [la for la in written if place_of(la.span.source) == own][:1]
+    here = [la for la in written if place_of(la.span.source) == path][:1]
     if not here:
         kinds = (ast.Extend, ast.Header) if written else (ast.Header,)
-        lines = [s.origin for kind in kinds for s in judged.own.statements if isinstance(s, kind)]
+        lines = [s.origin for kind in kinds for s in judged.file.statements if isinstance(s, kind)]
         comment = [] if written or not judged.chosen.origin else [judged.chosen.origin]
         here = [Label(span=[*comment, *lines, judged.source.span(0, 0)][0])]
     return replace(finding, labels=(*here, *(la for la in finding.labels if la not in here)))

@@ -16,13 +16,13 @@ def definition(judged: Judged, offset: int) -> Span | None:
     """The plan that an `extend` names, or the definition of a name; for a definition, the one that
     it overrides. None for anything else.
     """
-    node, own = nodes_at(judged.own, offset)[-1], place_of(judged.source)
+    node, path = nodes_at(judged.file, offset)[-1], place_of(judged.source)
     if isinstance(node, ast.Extend):
-        base = base_of(PlanFile(name=str(own), path=own), node.path).path
+        base = base_of(PlanFile(name=str(path), path=path), node.path).path
         return Source(str(base), "").span(0, 0) if base and Path(base).is_file() else None
     name = _name(node)
     places = [place for place in _definitions(judged) if place.text == name]
-    here = (place_of(p.source) == own and p.start <= offset <= p.end for p in places)
+    here = (place_of(p.source) == path and p.start <= offset <= p.end for p in places)
     before = places[: next((i for i, itself in enumerate(here) if itself), None)]
     return before[-1] if before else None
 

@@ -56,12 +56,12 @@ class Server:
             if uri not in self.known or self.known[uri][0] != texts:
                 real = {os.path.realpath(_path(u)): t for u, t in texts.items()}
                 self.known[uri] = texts, await asyncio.to_thread(judge, _path(uri), real)
-            found = self.known[uri][1]
-        if whole and not found.checked:
-            found = await asyncio.to_thread(check, found)
+            judged = self.known[uri][1]
+        if whole and not judged.checked:
+            judged = await asyncio.to_thread(check, judged)
             if uri in self.known and self.known[uri][0] == texts:
-                self.known[uri] = texts, found
-        return found
+                self.known[uri] = texts, judged
+        return judged
 
     async def position(self, params: Any) -> tuple[Judged, int]:
         """The plan and the offset that a request is about. The protocol counts UTF-16 units of a
@@ -102,8 +102,8 @@ class Server:
     async def _publish_all(self) -> None:
         documents = self.ls.workspace.text_documents
         for uri, version in [(d.uri, d.version) for d in documents.values()]:
-            found = (await self.judge(uri, whole=True)).findings
-            self._publish(uri, [self._diagnostic(finding) for finding in found], version)
+            findings = (await self.judge(uri, whole=True)).findings
+            self._publish(uri, [self._diagnostic(finding) for finding in findings], version)
 
     async def read_again(self, params: Any) -> None:
         """Files that are not open may have changed: other plans, pyproject.toml, a model."""
@@ -115,8 +115,8 @@ class Server:
         self._publish(params.text_document.uri, [])
         await self._publish_all()
 
-    def _publish(self, uri: str, found: list[Any], version: int | None = None) -> None:
-        params = lsp.PublishDiagnosticsParams(uri=uri, diagnostics=found, version=version)
+    def _publish(self, uri: str, diagnostics: list[Any], version: int | None = None) -> None:
+        params = lsp.PublishDiagnosticsParams(uri=uri, diagnostics=diagnostics, version=version)
         self.ls.text_document_publish_diagnostics(params)
 
     def _diagnostic(self, finding: Diagnostic) -> Any:
@@ -137,11 +137,11 @@ class Server:
     # Requests
 
     async def hover(self, params: Any) -> Any:
-        found = hover.hover(*await self.position(params))
-        if found is None:
+        hovered = hover.hover(*await self.position(params))
+        if hovered is None:
             return None
-        content = lsp.MarkupContent(kind=lsp.MarkupKind.Markdown, value=found[0])
-        return lsp.Hover(contents=content, range=self.range(found[1]))
+        content = lsp.MarkupContent(kind=lsp.MarkupKind.Markdown, value=hovered[0])
+        return lsp.Hover(contents=content, range=self.range(hovered[1]))
 
     async def completion(self, params: Any) -> Any:
         judged, offset = await self.position(params)
@@ -158,11 +158,11 @@ class Server:
         ]
 
     async def definition(self, params: Any) -> Any:
-        found = navigation.definition(*await self.position(params))
-        return self.location(found) if found else None
+        span = navigation.definition(*await self.position(params))
+        return self.location(span) if span else None
 
     async def symbols(self, params: Any) -> Any:
-        return self._symbols((await self.judge(params.text_document.uri)).own.statements)
+        return self._symbols((await self.judge(params.text_document.uri)).file.statements)
 
     def _symbols(self, nodes: Iterable[Any]) -> list[Any]:
         return [
@@ -188,7 +188,7 @@ class Server:
     async def actions(self, params: Any) -> Any:
         """The corrections that `planc check --fix` makes, on the lines that are asked for."""
         uri, first, last = params.text_document.uri, params.range.start.line, params.range.end.line
-        found = []
+        code_actions = []
         for finding in (await self.judge(uri, whole=True)).findings:
             place = self.range(finding.labels[0].span)
             if finding.edit is None or not place.start.line <= last or place.end.line < first:
@@ -201,8 +201,8 @@ class Server:
                 diagnostics=[self._diagnostic(finding)],
                 edit=lsp.WorkspaceEdit(changes={uri: [edit]}),
             )
-            found.append(action)
-        return found
+            code_actions.append(action)
+        return code_actions
 
     def enter_folder(self, _: Any) -> None:
         """Names in a plan and in pyproject.toml are those of `planc` in the editor's folder."""

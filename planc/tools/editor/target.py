@@ -37,16 +37,16 @@ class Chosen:
     origin: Span | None = None
 
 
-def chosen(own: ast.File, texts: Mapping[str, str], sink: Sink) -> Chosen:
+def chosen(file: ast.File, texts: Mapping[str, str], sink: Sink) -> Chosen:
     """The target of a plan: by its comment, by a target of the project, or by its family.
 
     Args:
-        own: the open plan; the name of its source is its path.
+        file: the open plan; the name of its source is its path.
         texts: the files that are open, by their real paths.
         sink: receives PL740 (the comment), PL021 (the project's settings) and PL741 (none of the
             three names a model).
     """
-    source = own.origin.source
+    source = file.origin.source
     path = Path(source.name)
     if comment := _COMMENT.search(source.text):
         origin, help = source.span(*comment.span()), "`# planc: MODEL --world-size N --set A=B`"
@@ -57,8 +57,8 @@ def chosen(own: ast.File, texts: Mapping[str, str], sink: Sink) -> Chosen:
             sink.error("PL740", f"this comment names no target: {error}", origin, help=help)
             return Chosen(path, "its comment cannot be read")
     try:
-        if found := _in_project(path.resolve(), texts) or _shipped_shape(own, path):
-            return found
+        if default := _in_project(path.resolve(), texts) or _shipped_shape(file, path):
+            return default
     except ProjectError as error:
         sink.error("PL021", str(error))
         return Chosen(path, "pyproject.toml cannot be used")
@@ -101,9 +101,9 @@ def _in_project(path: Path, texts: Mapping[str, str]) -> Chosen | None:
     return None
 
 
-def _shipped_shape(own: ast.File, path: Path) -> Chosen | None:
+def _shipped_shape(file: ast.File, path: Path) -> Chosen | None:
     """The smallest shape that ships with planc for a family of the plan."""
-    headers = (s for s in own.statements if isinstance(s, ast.Header))
+    headers = (s for s in file.statements if isinstance(s, ast.Header))
     for family in (f.path for header in headers for f in header.families):
         shapes = [(size, name) for size, name, families in _shapes() if family in families]
         if shapes:
@@ -115,11 +115,11 @@ def _shipped_shape(own: ast.File, path: Path) -> Chosen | None:
 @cache
 def _shapes() -> tuple[tuple[int, str, tuple[str, ...]], ...]:
     """(size, name, families) of the shapes that ship with planc."""
-    found = [(p.stem, _values(p)) for p in sorted((PLANS / "models").glob("*.json"))]
+    configurations = [(p.stem, _values(p)) for p in sorted((PLANS / "models").glob("*.json"))]
     names = ("model_type", "_class_name")
     return tuple(
         (v.get("hidden_size") or 0, stem, (*map(v.get, names), *v.get("architectures", ())))
-        for stem, v in found
+        for stem, v in configurations
     )
 
 
