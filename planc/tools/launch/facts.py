@@ -91,18 +91,18 @@ def nvlink_domain(told: str) -> str:
     """The NVLink domain in the output of `nvidia-smi -q`: the cluster and the clique of its fabric.
     A node whose links end in it has a cluster of zeros, or none.
     """
-    found = dict(re.findall(r"^\s*(CliqueId|ClusterUUID)\s*:\s*(\S+)\s*$", told, re.MULTILINE))
-    cluster = found.get("ClusterUUID", "")
+    fields = dict(re.findall(r"^\s*(CliqueId|ClusterUUID)\s*:\s*(\S+)\s*$", told, re.MULTILINE))
+    cluster = fields.get("ClusterUUID", "")
     named = re.fullmatch(r"[0-9a-fA-F-]+", cluster) and re.search(r"[1-9a-fA-F]", cluster)
-    return f"{cluster}.{found.get('CliqueId', '')}" if named else ""
+    return f"{cluster}.{fields.get('CliqueId', '')}" if named else ""
 
 
 def _digests(path: Path, compare: Compared) -> Iterator[tuple[str, str]]:
     try:
         if path.is_dir():
-            found = [*file_digests(path, compare)]
-            yield from ((f"{path}/{name}", digest) for name, digest in found)
-            if not found:
+            digests = [*file_digests(path, compare)]
+            yield from ((f"{path}/{name}", digest) for name, digest in digests)
+            if not digests:
                 yield str(path), "without weights"
         else:
             yield str(path), sha256(path.read_bytes()).hexdigest()

@@ -171,11 +171,11 @@ def require_range(nodes: Sequence[int], per_node: int, sink: Sink) -> None:
     """
     missing = sorted({*range(nodes[-1], nodes[0])} - {*nodes}, reverse=True)
     if missing:
-        some = [str(n) for n in missing[:4]] + ["more"] * (len(missing) > 4)
+        gaps = [str(n) for n in missing[:4]] + ["more"] * (len(missing) > 4)
         sizes = ",".join(str(n * per_node) for n in missing[:4])
         sink.error(
             "PL620",
-            f"from {nodes[-1]} to {nodes[0]} nodes, {one_of(some, last='and')} have no world size",
+            f"from {nodes[-1]} to {nodes[0]} nodes, {one_of(gaps, last='and')} have no world size",
             help=f"add {sizes} to --world-size: an engine starts any number of nodes in between; "
             "the script of `--to ray` starts only those that you name",
         )

@@ -39,7 +39,7 @@ def measure_links(lowered: Lowered, ranks: Peers) -> list[Link]:
     names, sizes = zip(*((axis.name, axis.size) for axis in lowered.axes), strict=True)
     ranks.report_activity("making the mesh")
     mesh = init_device_mesh(device(), sizes, mesh_dim_names=names)
-    found = []
+    links = []
     for axis in wide(lowered):
         group = mesh[axis.name].get_group()
         members = tuple(distributed.get_process_group_ranks(group))
@@ -49,8 +49,8 @@ def measure_links(lowered: Lowered, ranks: Peers) -> list[Link]:
                 f"all-reduce of {phrases.size(size)} on {axis.name} {list(members)}"
             )
             times.append(_all_reduce(torch.ones(size // 4, device=device()), group))
-        found.append(Link(axis.name, members, tuple(times)))
-    return found
+        links.append(Link(axis.name, members, tuple(times)))
+    return links
 
 
 def _all_reduce(value: torch.Tensor, group: Any) -> float:
@@ -78,30 +78,32 @@ def slow(lowered: Lowered, seen: list[list[Link]], hosts: list[str]) -> Iterator
         hosts: of each rank.
     """
     judged: dict[int, list[bool]] = {}
-    found: list[tuple[tuple[int, ...], Diagnostic]] = []
+    findings: list[tuple[tuple[int, ...], Diagnostic]] = []
     for at, axis in enumerate(wide(lowered)):
-        every = {own[at].group: own[at].seconds for own in reversed(seen)}
-        for group, taken in every.items() if len(every) > 1 else ():
-            others = [seconds for other, seconds in every.items() if other != group]
+        seconds_by_group = {links[at].group: links[at].seconds for links in reversed(seen)}
+        for group, taken in seconds_by_group.items() if len(seconds_by_group) > 1 else ():
+            others = [seconds for other, seconds in seconds_by_group.items() if other != group]
             text = _slowdown(taken, tuple(map(median, zip(*others, strict=True))), axis.name)
             for rank in group:
                 judged.setdefault(rank, []).append(bool(text))
             if text:
                 where = one_of(dict.fromkeys(hosts[rank] for rank in group), last="and")
-                found.append((group, _slow(f"ranks {list(group)} on {where} {text}", axis)))
+                findings.append((group, _slow(f"ranks {list(group)} on {where} {text}", axis)))
     ranks = [rank for rank, groups in judged.items() if len(groups) > 1 and all(groups)]
     for rank in ranks:
         yield _slow(f"rank {rank} on {hosts[rank]} is slow on each axis that it is on")
-    yield from (finding for group, finding in found if not {*group} & {*ranks})
+    yield from (finding for group, finding in findings if not {*group} & {*ranks})
 
 
 def _slowdown(taken: tuple[float, ...], usual: tuple[float, ...], axis: str) -> str:
     """Describes the smallest message size at which a group is slower than the other groups of its
     axis; empty if it is not.
     """
-    for size, own, other in zip(SIZES[device()], taken, usual, strict=True):
-        if own > _SLOW * other and own - other > _FLOOR[device()]:
-            what = f"need {own * 1e3:.1f} ms for an all-reduce of {phrases.size(size)} on {axis}"
+    for size, seconds, other in zip(SIZES[device()], taken, usual, strict=True):
+        if seconds > _SLOW * other and seconds - other > _FLOOR[device()]:
+            what = (
+                f"need {seconds * 1e3:.1f} ms for an all-reduce of {phrases.size(size)} on {axis}"
+            )
             return f"{what}, and the other groups {other * 1e3:.1f} ms"
     return ""
 

@@ -176,8 +176,8 @@ class Peers:
     def _watch_all(self, store: PrefixStore) -> bool:
         """Ends all ranks where one is missed; whether there is nothing more to watch."""
         with self._telling:
-            if self._code is None and (found := self._wrong(store)):
-                self._stop(found, store)
+            if self._code is None and (findings := self._wrong(store)):
+                self._stop(findings, store)
             return self._code is not None
 
     def _watch_first(self, store: PrefixStore) -> bool:
@@ -192,17 +192,22 @@ class Peers:
             self._ended.set()
             return True
         self._first = self._last_action(store, 0)
-        if found := [*self._silent(store, [self._first], self._quiet)]:
-            self._stop(found, store)
+        if findings := [*self._silent(store, [self._first], self._quiet)]:
+            self._stop(findings, store)
         return False
 
-    def _stop(self, found: list[Diagnostic], store: PrefixStore | None = None) -> NoReturn:
+    def _stop(self, findings: list[Diagnostic], store: PrefixStore | None = None) -> NoReturn:
         """Says why, and ends this process, and all others by the store."""
         try:
             if self.rank < 2:
-                self.missed(found)
+                self.missed(findings)
             else:
-                print(*(one.one_line for one in found), sep="\n", file=sys.stderr, flush=True)
+                print(
+                    *(finding.one_line for finding in findings),
+                    sep="\n",
+                    file=sys.stderr,
+                    flush=True,
+                )
             if store is not None:
                 self._tell(1)
         finally:
@@ -211,8 +216,8 @@ class Peers:
     def _wrong(self, store: PrefixStore) -> list[Diagnostic]:
         """Why not to wait any longer."""
         said = [self._last_action(store, rank) for rank in range(self.world_size)]
-        if found := [*self._silent(store, said, QUIET)]:
-            return found
+        if silent := [*self._silent(store, said, QUIET)]:
+            return silent
         failed = [rank for rank in range(self.world_size) if store.check([f"failed/{rank}"])]
         self._failed = self._failed or (self.seconds if failed else 0.0)
         if failed and self.seconds > self._failed + QUIET + 2 * BEAT:  # none is missed
@@ -284,7 +289,7 @@ def join(limit: float, missed: Callable[[list[Diagnostic]], None]) -> Peers:
     )
     # a store of torchrun's outlives a start; starts are not counted alike on all nodes
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if torchruns else "0"
-    own = PrefixStore(f"planc/preflight/{attempt}", store)
-    found = Peers(rank=rank, world_size=world_size, store=own, limit=limit, missed=missed)
-    found.start()
-    return found
+    prefixed = PrefixStore(f"planc/preflight/{attempt}", store)
+    peers = Peers(rank=rank, world_size=world_size, store=prefixed, limit=limit, missed=missed)
+    peers.start()
+    return peers

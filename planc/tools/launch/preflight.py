@@ -54,7 +54,7 @@ class Report:
         sink: the findings.
         seconds: that it took.
         lowered: the plan of rank 0; None where it was not compiled.
-        every: the facts of each rank.
+        facts: those that each rank reported.
         seen: the links of each rank; empty where no collective was tried.
         needed: bytes.
         small: the proxy model that all ranks have trained.
@@ -63,7 +63,7 @@ class Report:
     sink: Sink = field(default_factory=Sink)
     seconds: float = 0.0
     lowered: Lowered | None = None
-    every: Sequence[RankFacts] = ()
+    facts: Sequence[RankFacts] = ()
     seen: Sequence[Sequence[Link]] = ()
     needed: Needed = field(default_factory=Needed)
     small: SmallModelRun = NOT_TRIED
@@ -75,26 +75,26 @@ class Report:
             "passed": not self.sink.has_errors,
             "seconds": round(self.seconds, 1),
             "needed": asdict(self.needed),
-            "ranks": [facts.document() for facts in self.every],
-            "links": [[asdict(link) for link in own] for own in self.seen],
+            "ranks": [facts.document() for facts in self.facts],
+            "links": [[asdict(link) for link in links_of_rank] for links_of_rank in self.seen],
             "small_model": self.small.document(),
         }
 
     def lines(self) -> Iterator[str]:
         """The report as text, below its findings."""
         how = "failed" if self.sink.has_errors else "passed"
-        if self.lowered is None or not self.every:
+        if self.lowered is None or not self.facts:
             yield f"preflight {how} in {self.seconds:.1f} s"
             return
-        hosts = len({facts.host for facts in self.every})
-        ranks = f"{len(self.every)} rank{'s' * (len(self.every) > 1)}"
+        hosts = len({facts.host for facts in self.facts})
+        ranks = f"{len(self.facts)} rank{'s' * (len(self.facts) > 1)}"
         on = f"{ranks} on {hosts} node{'s' * (hosts > 1)}"
         mesh = phrases.mesh(self.lowered.axes)
         yield f"preflight of {self.lowered.plan} on {mesh}, {on}: {how} in {self.seconds:.1f} s"
-        versions = self.every[0].versions.items()
-        yield f"  plan      {self.every[0].plan[:12]}"
+        versions = self.facts[0].versions.items()
+        yield f"  plan      {self.facts[0].plan[:12]}"
         yield "  versions  " + ", ".join(f"{name} {version}" for name, version in versions)
-        yield f"  files     {len(self.every[0].files)} compared on every rank"
+        yield f"  files     {len(self.facts[0].files)} compared on every rank"
         yield from self._free("memory", self.needed.memory)
         yield from self._free("disk", self.needed.disk)
         yield f"  model     proxy model {self.small}"
@@ -103,14 +103,17 @@ class Report:
             return
         for at, axis in enumerate(links.wide(self.lowered)):
             slowest = [
-                max(times) for times in zip(*(own[at].seconds for own in self.seen), strict=True)
+                max(times)
+                for times in zip(
+                    *(links_of_rank[at].seconds for links_of_rank in self.seen), strict=True
+                )
             ]
             sizes = zip(links.SIZES[device()], slowest, strict=True)
             said = ", ".join(f"{phrases.size(n)} {s * 1e3:.2f} ms" for n, s in sizes)
             yield f"  {axis.name:9} all-reduce of {said}  {axis.place}".rstrip()
 
     def _free(self, what: str, needed: int) -> Iterator[str]:
-        free = [value for f in self.every if (value := getattr(f, what)) is not None]
+        free = [value for f in self.facts if (value := getattr(f, what)) is not None]
         if free and needed:
             has = f"at least {phrases.size(min(free))} free"
             yield f"  {what:9} {has}, {phrases.size(needed)} needed on each rank"
@@ -124,16 +127,16 @@ def preflight(
     plan = compiled(report.sink)
     error = next((d.one_line for d in report.sink if d.severity is Severity.ERROR), "")
     ranks.report_activity("reading files")
-    own = facts(plan.digest, error, asked.files, asked.compare, asked.save)
+    local_facts = facts(plan.digest, error, asked.files, asked.compare, asked.save)
     report.lowered = plan.lowered
     report.sink = Sink() if plan.lowered else report.sink  # of all ranks
-    report.every = [RankFacts(**told) for told in ranks.gather("facts", own.document())]
-    if report.every and plan.lowered:
+    report.facts = [RankFacts(**told) for told in ranks.gather("facts", local_facts.document())]
+    if report.facts and plan.lowered:
         report.needed = asked.needed(plan)
-        report.sink.add(*differing(report.every, plan.lowered, asked.digest))
+        report.sink.add(*differing(report.facts, plan.lowered, asked.digest))
     fits = ranks.broadcast("whether the plan is the same everywhere", not report.sink.has_errors)
-    if report.every and plan.lowered:
-        report.sink.add(*judge_ranks(report.every, plan.lowered, report.needed))
+    if report.facts and plan.lowered:
+        report.sink.add(*judge_ranks(report.facts, plan.lowered, report.needed))
     if fits and plan.lowered:
         try:
             _together(ranks, plan, asked, report)
@@ -150,7 +153,7 @@ def _together(ranks: Peers, plan: Compiled, asked: Wanted, report: Report) -> No
     assert plan.lowered is not None
     report.seen = _links(plan.lowered, ranks)
     if report.seen:
-        report.sink.add(*links.slow(plan.lowered, report.seen, [f.host for f in report.every]))
+        report.sink.add(*links.slow(plan.lowered, report.seen, [f.host for f in report.facts]))
     if ranks.broadcast("whether all else is right", not report.sink.has_errors):
         report.small = small_model.train(plan, ranks, allow_code=asked.allow_code)
         report.sink.add(*report.small.findings)
@@ -160,8 +163,8 @@ def _links(lowered: Lowered, ranks: Peers) -> list[list[Link]]:
     """The links of all ranks, on rank 0."""
     ranks.report_activity("starting the process group")
     _start(ranks)
-    own = links.measure_links(lowered, ranks)
-    told = ranks.gather("links", [asdict(link) for link in own])
+    local_links = links.measure_links(lowered, ranks)
+    told = ranks.gather("links", [asdict(link) for link in local_links])
     return [[Link(o["axis"], (*o["group"],), (*o["seconds"],)) for o in mine] for mine in told]
 
 

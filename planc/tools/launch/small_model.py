@@ -45,8 +45,8 @@ class SmallModelRun:
 
     def document(self) -> dict[str, Any]:
         """The same as plain data."""
-        found = asdict(self.compared) if self.compared else {}
-        return {"ran": self.compared is not None, "reason": self.reason, **found}
+        fields = asdict(self.compared) if self.compared else {}
+        return {"ran": self.compared is not None, "reason": self.reason, **fields}
 
     def __str__(self) -> str:
         if self.compared is None:
@@ -79,23 +79,27 @@ def train(compiled: Compiled, ranks: Peers, *, allow_code: bool) -> SmallModelRu
     )
     ranks.report_activity("training the proxy model")
     began = ranks.seconds
-    found: dict[str, Any] = {"rank": ranks.rank, "device": device()}
+    numbers: dict[str, Any] = {"rank": ranks.rank, "device": device()}
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     logging.disable(logging.WARNING)  # what torch says of small meshes is of no use here
     try:
-        compare_with_reference(job, found)
+        compare_with_reference(job, numbers)
     except SingleError as error:
         return SmallModelRun(reason=str(error))
     finally:
         logging.disable(logging.NOTSET)
-    every = ranks.gather("proxy model", found)
-    return _judge(every, ranks.seconds - began, case, sink=Sink()) if every else SmallModelRun()
+    numbers_by_rank = ranks.gather("proxy model", numbers)
+    return (
+        _judge(numbers_by_rank, ranks.seconds - began, case, sink=Sink())
+        if numbers_by_rank
+        else SmallModelRun()
+    )
 
 
 def _judge(
-    every: list[dict[str, Any]], seconds: float, case: SmallCase, sink: Sink
+    numbers_by_rank: list[dict[str, Any]], seconds: float, case: SmallCase, sink: Sink
 ) -> SmallModelRun:
-    result = comparison(every, seconds)
+    result = comparison(numbers_by_rank, seconds)
     if result.same:
         return SmallModelRun(compared=result)
     if result.chooses:
@@ -126,5 +130,5 @@ def _case(compiled: Compiled) -> SmallCase | str:
     """The proxy model on the mesh of the job."""
     assert compiled.plan is not None
     mesh = compiled.plan.mesh
-    made = small_case(compiled, with_experts({a.name: a.size for a in mesh.axes}, mesh))
-    return made if isinstance(made, SmallCase) else made.reason
+    case = small_case(compiled, with_experts({a.name: a.size for a in mesh.axes}, mesh))
+    return case if isinstance(case, SmallCase) else case.reason
