@@ -102,9 +102,9 @@ class RankDump:
         lost = bool(_CONNECTION.search(self.error))
         if self.error and not lost and not self.was_stopped:
             return None
-        waits = next((one for one in self.entries if not one.done), None)
+        waits = next((call for call in self.entries if not call.done), None)
         if waits is None and lost:
-            waits = next((one for one in reversed(self.entries) if one.peer < 0), None)
+            waits = next((call for call in reversed(self.entries) if call.peer < 0), None)
         return waits
 
     @property
@@ -120,12 +120,12 @@ class RankDump:
     @property
     def code(self) -> str:
         """The line of the script that the rank is at; empty where no file says it."""
-        one = self.waits
+        call = self.waits
         # over NCCL the process runs ahead of the call that its device waits in
-        for stack in (one.frames[::-1] if one else (), self.about.get("stack") or ()):
-            own = [frame for frame in stack if not _of_a_library(frame)]
-            if own:
-                return Path(own[-1].partition(" ")[0]).name
+        for stack in (call.frames[::-1] if call else (), self.about.get("stack") or ()):
+            user_frames = [frame for frame in stack if not _of_a_library(frame)]
+            if user_frames:
+                return Path(user_frames[-1].partition(" ")[0]).name
         return ""
 
 
@@ -154,24 +154,24 @@ def read(folder: Path) -> dict[int, RankDump]:
     Raises:
         DumpError: there is none, or one cannot be read.
     """
-    found: dict[int, RankDump] = {}
+    dumps: dict[int, RankDump] = {}
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
     for path in paths:
         number = re.search(r"(\d+)(\.pickle)?$", path.name)
         if number is None or path.suffix == ".json":
             continue
         rank = int(number[1])
-        if rank in found:
+        if rank in dumps:
             raise DumpError(f"{folder} has two files of rank {rank}")
         try:
-            found[rank] = _dump(rank, path)
+            dumps[rank] = _dump(rank, path)
         except DumpError as error:
             raise DumpError(f"{path}: {error}") from None
         except Exception as error:
             raise DumpError(f"{path} is no file of torch's recorder: {error!r}") from error
-    if not found:
+    if not dumps:
         raise DumpError(f"{folder} has no files of torch's recorder, such as rank_0.pickle")
-    return found
+    return dumps
 
 
 def _dump(rank: int, path: Path) -> RankDump:
@@ -183,25 +183,25 @@ def _dump(rank: int, path: Path) -> RankDump:
         if name and name not in groups:
             groups[name] = tuple(map(int, re.findall(r"\d+", str(config["ranks"]))))
     entries = [*_entries(data.get("entries", []), groups, rank)]
-    gloo = any(one["profiling_name"].startswith("gloo:") for one in data.get("entries", []))
+    gloo = any(entry["profiling_name"].startswith("gloo:") for entry in data.get("entries", []))
     entries += _messages(about.get("messages", []))
     return RankDump(rank=rank, entries=tuple(entries), about=about, gloo=gloo)
 
 
 def _entries(
-    found: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[int, ...]], rank: int
+    entries: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[int, ...]], rank: int
 ) -> Iterator[RecordedCall]:
-    for one in found:
-        name = one["profiling_name"].partition(":")[2].partition(" ")[0]
-        group = one["process_group"][0]
+    for entry in entries:
+        name = entry["profiling_name"].partition(":")[2].partition(" ")[0]
+        group = entry["process_group"][0]
         ranks = groups.get(group, ())
-        ends = re.search(r"(\d+)(?:->|<-)(\d+)$", one["profiling_name"])
+        ends = re.search(r"(\d+)(?:->|<-)(\d+)$", entry["profiling_name"])
         peer = -1
         if ends:
-            own = ranks.index(rank) if rank in ranks else -1
-            other = next((int(e) for e in ends.groups() if int(e) != own), own)
+            index = ranks.index(rank) if rank in ranks else -1
+            other = next((int(e) for e in ends.groups() if int(e) != index), index)
             peer = ranks[other] if other < len(ranks) else other
-        sizes, dtypes = one["input_sizes"], one["input_dtypes"]
+        sizes, dtypes = entry["input_sizes"], entry["input_dtypes"]
         numel = 0
         if sizes:
             numel = 1
@@ -211,23 +211,25 @@ def _entries(
             kind=_KINDS.get(name, name),
             ranks=ranks,
             group=group,
-            sequence=one["p2p_seq_id"] if one.get("is_p2p") else one["collective_seq_id"],
+            sequence=entry["p2p_seq_id"] if entry.get("is_p2p") else entry["collective_seq_id"],
             numel=numel,
             dtype=_DTYPES.get(dtypes[0], dtypes[0]) if dtypes else "",
-            done=bool(one["retired"]) or one["state"] == "completed",
+            done=bool(entry["retired"]) or entry["state"] == "completed",
             peer=peer,
-            frames=tuple(f"{f['filename']}:{f['line']} {f['name']}" for f in one.get("frames", [])),
+            frames=tuple(
+                f"{f['filename']}:{f['line']} {f['name']}" for f in entry.get("frames", [])
+            ),
         )
 
 
-def _messages(found: Sequence[Mapping[str, Any]]) -> Iterator[RecordedCall]:
+def _messages(messages: Sequence[Mapping[str, Any]]) -> Iterator[RecordedCall]:
     """The messages that planc has noted: one that is awaited is where the rank waits."""
-    for one in found:
+    for message in messages:
         yield RecordedCall(
-            kind=one["kind"],
-            ranks=tuple(one["ranks"]),
-            numel=one["numel"],
-            dtype=one["dtype"],
-            done=one["state"] != "awaited",
-            peer=one["peer"],
+            kind=message["kind"],
+            ranks=tuple(message["ranks"]),
+            numel=message["numel"],
+            dtype=message["dtype"],
+            done=message["state"] != "awaited",
+            peer=message["peer"],
         )

@@ -56,10 +56,10 @@ def order(compiled: Compiled, sink: Sink, *, allow_code: bool = False) -> OrderV
     ran, wrong = [], False
     try:
         with RankRunner() as runner:
-            for found in small_orders(compiled, runner, allow_code=allow_code):
-                mesh = phrases.mesh(axis for axis in found.lowered.axes if axis.size > 1)
-                ran.append((mesh or "one rank", max(map(_count, found.later.values()))))
-                wrong = report(found, sink) or wrong
+            for small in small_orders(compiled, runner, allow_code=allow_code):
+                mesh = phrases.mesh(axis for axis in small.lowered.axes if axis.size > 1)
+                ran.append((mesh or "one rank", max(map(_count, small.later.values()))))
+                wrong = report(small, sink) or wrong
                 if wrong:
                     break
     except NotCountedError as error:
@@ -89,23 +89,23 @@ def _count(calls: tuple[RankCall, ...]) -> int:
     return sum(call.kind != WAIT for call in calls)
 
 
-def report(found: Order, sink: Sink) -> bool:
+def report(calls: Order, sink: Sink) -> bool:
     """Reports what of an order does not fit; returns whether anything does not.
 
     Two steps follow each other, so that a call that a rank leaves out meets the next step's.
     """
-    both = {rank: (*found.first[rank], *found.later[rank]) for rank in found.first}
-    places = {rank: found.pipeline_rank(rank) for rank in both}
+    both = {rank: (*calls.first[rank], *calls.later[rank]) for rank in calls.first}
+    places = {rank: calls.pipeline_rank(rank) for rank in both}
     before = sink.errors
     pair = next(first_divergences(both, places), None)
     if pair:
         _report_apart(*pair, sink)
-    for one in fits(both):
-        match one:
+    for fault in fits(both):
+        match fault:
             case Different():
-                _report_different(one, sink)
+                _report_different(fault, sink)
             case Stuck():
-                _report_stuck(one, len(both), sink)
+                _report_stuck(fault, len(both), sink)
         break  # what follows is a consequence
     return sink.errors > before
 
@@ -124,14 +124,14 @@ def _fact(call: RankCall) -> str:
     return f"rank {call.rank}, call {call.number}: {call.text}"
 
 
-def _report_apart(one: RankCall | None, other: RankCall | None, sink: Sink) -> None:
-    """`one` is a call of a rank that does what most of its place do."""
-    call = other or one
+def _report_apart(usual: RankCall | None, other: RankCall | None, sink: Sink) -> None:
+    """`usual` is a call of a rank that does what most of its place do."""
+    call = other or usual
     assert call is not None
-    if one and other:
+    if usual and other:
         message = (
-            f"rank {other.rank} leaves the order of rank {one.rank} at its call {other.number}: "
-            f"{other.what} over {other.over}, not {one.what} over {one.over}"
+            f"rank {other.rank} leaves the order of rank {usual.rank} at its call {other.number}: "
+            f"{other.what} over {other.over}, not {usual.what} over {usual.over}"
         )
     else:
         whom = "that most ranks of its stage do not make" if other else "that another leaves out"
@@ -139,40 +139,42 @@ def _report_apart(one: RankCall | None, other: RankCall | None, sink: Sink) -> N
     sink.error(
         "PL615",
         message,
-        *_labels(one, other),
-        facts=[_fact(c) for c in (one, other) if c],
+        *_labels(usual, other),
+        facts=[_fact(c) for c in (usual, other) if c],
         help="ranks of one stage run one program: look for what this one does by its rank",
     )
 
 
-def _report_different(found: Different, sink: Sink) -> None:
-    one, other = found.one, found.other
+def _report_different(fault: Different, sink: Sink) -> None:
+    first, other = fault.first, fault.other
     sink.error(
         "PL613",
-        f"ranks {one.rank} and {other.rank} meet in calls over {one.over} that are not one "
-        f"collective: {found.why}",
-        *_labels(one, other),
-        facts=map(_fact, (one, other)),
+        f"ranks {first.rank} and {other.rank} meet in calls over {first.over} that are not one "
+        f"collective: {fault.why}",
+        *_labels(first, other),
+        facts=map(_fact, (first, other)),
         help="the calls before these were of one collective each: one of the ranks has made a call "
         "too many, left one out, or has a tensor of another shape",
     )
 
 
-def _report_stuck(found: Stuck, count: int, sink: Sink) -> None:
-    first = found.cycle[0] if found.cycle else next(iter(found.waits))
-    call, others = found.waits[first]
-    if found.cycle:
-        circle = " -> ".join(map(str, (*found.cycle, first)))
-        what = f"ranks wait for each other forever, {circle}, on {found.network}"
+def _report_stuck(fault: Stuck, count: int, sink: Sink) -> None:
+    first = fault.cycle[0] if fault.cycle else next(iter(fault.waits))
+    call, others = fault.waits[first]
+    if fault.cycle:
+        circle = " -> ".join(map(str, (*fault.cycle, first)))
+        what = f"ranks wait for each other forever, {circle}, on {fault.network}"
     else:
         what = f"rank {first} waits forever for rank {others[0]}, which has ended its step"
-    lines = [one for rank, (one, _) in found.waits.items() if rank in (found.cycle or [first])]
-    facts = [
-        f"{_fact(one)}; waits for {', '.join(f'rank {o}' for o in others)}"
-        for one, others in list(found.waits.values())[:_MOST]
+    lines = [
+        waiting for rank, (waiting, _) in fault.waits.items() if rank in (fault.cycle or [first])
     ]
-    if len(found.waits) > _MOST:
-        facts.append(f"{len(found.waits) - _MOST} more of {count} ranks wait")
+    facts = [
+        f"{_fact(waiting)}; waits for {', '.join(f'rank {o}' for o in others)}"
+        for waiting, others in list(fault.waits.values())[:_MOST]
+    ]
+    if len(fault.waits) > _MOST:
+        facts.append(f"{len(fault.waits) - _MOST} more of {count} ranks wait")
     sink.error(
         "PL614",
         f"{what}: {call.what} over {call.over}",

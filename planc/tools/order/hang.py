@@ -55,34 +55,34 @@ class Waiting:
         """Key of the collective that the rank waits in; equal on all ranks that wait in the same
         call. None outside of collectives.
         """
-        one = self.entry
-        if one is None or one.kind in MESSAGES:
+        entry = self.entry
+        if entry is None or entry.kind in MESSAGES:
             return None
-        return one.ranks, one.sequence, one.kind, one.numel * (one.kind in _EQUAL)
+        return entry.ranks, entry.sequence, entry.kind, entry.numel * (entry.kind in _EQUAL)
 
     @property
     def what(self) -> str:
         """`all-reduce of 1 fp32 over tp`."""
-        one = self.entry
-        if one is None:
+        entry = self.entry
+        if entry is None:
             return ""
         call = RankCall(
             rank=self.rank,
             number=0,
-            kind=self._kind(one),
-            ranks=one.ranks,
-            numel=one.numel,
-            dtype=one.dtype,
-            peer=one.peer,
+            kind=self._kind(entry),
+            ranks=entry.ranks,
+            numel=entry.numel,
+            dtype=entry.dtype,
+            peer=entry.peer,
             axes=self.axes,
         )
-        group = f"group {one.group}" * (not one.ranks)
+        group = f"group {entry.group}" * (not entry.ranks)
         return f"{call.what} over {group or call.over}"
 
-    def _kind(self, one: RecordedCall) -> str:
+    def _kind(self, entry: RecordedCall) -> str:
         """The plan's, where gloo has recorded it as another."""
-        own = self.planned.kind if self.planned else ""
-        return own if _REDUCES.get(own) == one.kind else one.kind
+        planned = self.planned.kind if self.planned else ""
+        return planned if _REDUCES.get(planned) == entry.kind else entry.kind
 
     @property
     def location(self) -> str:
@@ -106,7 +106,7 @@ class Hang:
 
     @property
     def waits(self) -> list[Waiting]:
-        return [one for one in self.ranks.values() if one.entry is not None]
+        return [waiting for waiting in self.ranks.values() if waiting.entry is not None]
 
 
 def explain(dumps: Mapping[int, RankDump], lowered: Lowered, order: Order | None) -> Hang:
@@ -117,11 +117,11 @@ def explain(dumps: Mapping[int, RankDump], lowered: Lowered, order: Order | None
         order: the calls of the first rank of each pipeline rank; None if they are unknown.
     """
     groups = Groups(lowered)
-    found: dict[int, Waiting] = {}
+    waiting_by_rank: dict[int, Waiting] = {}
     for rank, dump in dumps.items():
         planned, left_out = _plan_position(dump, groups, _of_place(order, lowered, rank))
         entry = dump.waits
-        found[rank] = Waiting(
+        waiting_by_rank[rank] = Waiting(
             rank=rank,
             entry=entry,
             planned=planned,
@@ -130,17 +130,26 @@ def explain(dumps: Mapping[int, RankDump], lowered: Lowered, order: Order | None
             error=dump.error,
             left_out=left_out,
         )
-    usual = Counter((pipeline_rank_of(lowered, rank), one.left_out) for rank, one in found.items())
-    reporting = Counter(pipeline_rank_of(lowered, rank) for rank in found)
-    for rank, one in found.items():
-        awaited = tuple(_missing_ranks(one, one.entry, found)) if one.entry else ()
+    usual = Counter(
+        (pipeline_rank_of(lowered, rank), waiting.left_out)
+        for rank, waiting in waiting_by_rank.items()
+    )
+    reporting = Counter(pipeline_rank_of(lowered, rank) for rank in waiting_by_rank)
+    for rank, waiting in waiting_by_rank.items():
+        awaited = (
+            tuple(_missing_ranks(waiting, waiting.entry, waiting_by_rank)) if waiting.entry else ()
+        )
         place = pipeline_rank_of(lowered, rank)
         # without another rank of the stage nothing says that the calls are expected of this one
-        alone = usual[place, one.left_out] == 1 and reporting[place] > 1 and not one.has_died
-        found[rank] = replace(one, awaited=awaited, left_out=one.left_out if alone else ())
-    graph = {rank: one.awaited for rank, one in found.items() if one.awaited}
+        alone = (
+            usual[place, waiting.left_out] == 1 and reporting[place] > 1 and not waiting.has_died
+        )
+        waiting_by_rank[rank] = replace(
+            waiting, awaited=awaited, left_out=waiting.left_out if alone else ()
+        )
+    graph = {rank: waiting.awaited for rank, waiting in waiting_by_rank.items() if waiting.awaited}
     absent = tuple(rank for rank in range(lowered.world_size) if rank not in dumps)
-    return Hang(lowered=lowered, ranks=found, absent=absent, cycle=cycle(graph))
+    return Hang(lowered=lowered, ranks=waiting_by_rank, absent=absent, cycle=cycle(graph))
 
 
 def _of_place(order: Order | None, lowered: Lowered, rank: int) -> Sequence[RankCall]:
@@ -153,15 +162,15 @@ def _of_place(order: Order | None, lowered: Lowered, rank: int) -> Sequence[Rank
 
 
 def _missing_ranks(
-    one: Waiting, entry: RecordedCall, every: Mapping[int, Waiting]
+    waiting: Waiting, entry: RecordedCall, waiting_by_rank: Mapping[int, Waiting]
 ) -> Iterator[int]:
     """The ranks of a call that have not come to it; of a message, the other end."""
     if entry.kind in MESSAGES:
         yield from [entry.peer] if entry.peer >= 0 else []
         return
     for rank in entry.ranks:
-        other = every.get(rank)
-        if other is None or other.meets != one.meets:
+        other = waiting_by_rank.get(rank)
+        if other is None or other.meets != waiting.meets:
             yield rank
 
 
@@ -191,21 +200,21 @@ def _plan_position(
     planned = [c for c in calls if not dump.gloo or c.kind not in MESSAGES]
     keys = [_key(c.kind, c.axes, gloo=dump.gloo) for c in planned]
     known = set(keys)
-    own = []
+    recorded = []
     for entry in dump.entries:
         key = _key(entry.kind, groups.axes(entry.ranks), gloo=dump.gloo)
         if _of_metrics(entry, groups, calls):
             continue
         if entry.kind not in MESSAGES and (key in known or entry is waits):
-            own.append((key, entry))
+            recorded.append((key, entry))
         if entry is waits:
             break
-    if not own or own[-1][0] not in known:
+    if not recorded or recorded[-1][0] not in known:
         return None, ()
-    best, run = _best(own, keys, planned)
+    best, run = _best(recorded, keys, planned)
     gone: list[RankCall] = []
-    if 0 < run < min(len(own), len(keys)) and own[-run - 1][0] in known:
-        before, _ = _best(own[:-run], keys, planned)
+    if 0 < run < min(len(recorded), len(keys)) and recorded[-run - 1][0] in known:
+        before, _ = _best(recorded[:-run], keys, planned)
         between = (best - run - before) % len(keys)
         first = before + 1
         while (
@@ -227,18 +236,18 @@ def _of_metrics(entry: RecordedCall, groups: Groups, calls: Sequence[RankCall]) 
 
 
 def _best(
-    own: Sequence[tuple[Key, RecordedCall]], keys: Sequence[Key], planned: Sequence[RankCall]
+    recorded: Sequence[tuple[Key, RecordedCall]], keys: Sequence[Key], planned: Sequence[RankCall]
 ) -> tuple[int, int]:
     """The index in the plan's step of the last of a rank's calls, and the number of equal calls up
     to it.
     """
-    at = [place for place, key in enumerate(keys) if key == own[-1][0]]
-    best = max(at, key=lambda place: _run(own, keys, planned, place))
-    return best, _run(own, keys, planned, best)[0]
+    at = [place for place, key in enumerate(keys) if key == recorded[-1][0]]
+    best = max(at, key=lambda place: _run(recorded, keys, planned, place))
+    return best, _run(recorded, keys, planned, best)[0]
 
 
 def _run(
-    own: Sequence[tuple[Key, RecordedCall]],
+    recorded: Sequence[tuple[Key, RecordedCall]],
     keys: Sequence[Key],
     planned: Sequence[RankCall],
     at: int,
@@ -247,12 +256,12 @@ def _run(
     sizes.
     """
     sizes = 0
-    for back, (key, entry) in enumerate(reversed(own)):
+    for back, (key, entry) in enumerate(reversed(recorded)):
         place = (at - back) % len(keys)
         if keys[place] != key:
             return back, sizes
         sizes += planned[place].numel == entry.numel
-    return len(own), sizes
+    return len(recorded), sizes
 
 
 def _key(kind: str, axes: tuple[str, ...], *, gloo: bool) -> Key:
@@ -262,54 +271,60 @@ def _key(kind: str, axes: tuple[str, ...], *, gloo: bool) -> Key:
 # shown --------------------------------------------------------------------------------------------
 
 
-def lines(found: Hang) -> Iterator[str]:
+def lines(hang: Hang) -> Iterator[str]:
     """Describes the calls that the ranks wait in, those in one call together."""
-    count = found.lowered.world_size
-    yield f"{len(found.ranks)} of {count} ranks left a dump"
-    if found.absent:
+    count = hang.lowered.world_size
+    yield f"{len(hang.ranks)} of {count} ranks left a dump"
+    if hang.absent:
         why = "ended, stopped, or cut off from the folder"
-        if all(one.error for one in found.ranks.values()):
+        if all(waiting.error for waiting in hang.ranks.values()):
             why = "killed, if it is the first that ended: the ranks with a dump ended without it"
-        yield f"{_ranks(found.absent)}: no dump: {why}"
-    for one in found.ranks.values():
-        if one.has_died:
-            at = f", at {one.code}" if one.code else ""
-            yield f"rank {one.rank}: ended with {one.error}{at}"
-    for some in sorted(_together(found.waits), key=lambda some: not some[0].left_out):
-        first = some[0]
+        yield f"{_ranks(hang.absent)}: no dump: {why}"
+    for waiting in hang.ranks.values():
+        if waiting.has_died:
+            at = f", at {waiting.code}" if waiting.code else ""
+            yield f"rank {waiting.rank}: ended with {waiting.error}{at}"
+    for group in sorted(_together(hang.waits), key=lambda group: not group[0].left_out):
+        first = group[0]
         yield ""
-        yield f"{_ranks([one.rank for one in some])}: in {first.what}"
+        yield f"{_ranks([waiting.rank for waiting in group])}: in {first.what}"
         yield f"  {first.location}" + (f"; at {first.code}" if first.code else "")
         for rank in first.awaited:
-            yield f"  {_state(rank, found)}"
-        yield from (f"  rank {one.rank} has ended with {one.error}" for one in some if one.error)
-        yield from _left_out(some)
-    for one in found.ranks.values():
-        if one.entry is None and not one.has_died:
+            yield f"  {_state(rank, hang)}"
+        yield from (
+            f"  rank {waiting.rank} has ended with {waiting.error}"
+            for waiting in group
+            if waiting.error
+        )
+        yield from _left_out(group)
+    for waiting in hang.ranks.values():
+        if waiting.entry is None and not waiting.has_died:
             yield ""
-            at = f", at {one.code}" if one.code else ""
-            yield f"rank {one.rank}: in no collective{at}"
-            if one.planned:
-                yield f"  the plan's next: {one.planned.text}"
-            yield from _left_out([one])
-    if found.cycle:
-        circle = " -> ".join(map(str, (*found.cycle, found.cycle[0])))
+            at = f", at {waiting.code}" if waiting.code else ""
+            yield f"rank {waiting.rank}: in no collective{at}"
+            if waiting.planned:
+                yield f"  the plan's next: {waiting.planned.text}"
+            yield from _left_out([waiting])
+    if hang.cycle:
+        circle = " -> ".join(map(str, (*hang.cycle, hang.cycle[0])))
         yield ""
         yield f"each waits for the next: {circle}"
 
 
 def _together(waits: Sequence[Waiting]) -> Iterator[list[Waiting]]:
-    found: dict[object, list[Waiting]] = {}
-    for one in waits:
-        found.setdefault((one.meets or one.rank, one.location, one.what), []).append(one)
-    yield from found.values()
+    groups: dict[object, list[Waiting]] = {}
+    for waiting in waits:
+        groups.setdefault(
+            (waiting.meets or waiting.rank, waiting.location, waiting.what), []
+        ).append(waiting)
+    yield from groups.values()
 
 
-def _left_out(some: Sequence[Waiting]) -> Iterator[str]:
-    for one in some:
-        if one.left_out:
-            more = f", and {len(one.left_out) - 1} more" * (len(one.left_out) > 1)
-            yield f"  rank {one.rank} has left out before it: {one.left_out[0].text}{more}"
+def _left_out(group: Sequence[Waiting]) -> Iterator[str]:
+    for waiting in group:
+        if waiting.left_out:
+            more = f", and {len(waiting.left_out) - 1} more" * (len(waiting.left_out) > 1)
+            yield f"  rank {waiting.rank} has left out before it: {waiting.left_out[0].text}{more}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -317,36 +332,36 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"{word} {', '.join(map(str, ranks))}"
 
 
-def _state(rank: int, found: Hang) -> str:
+def _state(rank: int, hang: Hang) -> str:
     """Describes the place of a rank that others wait for."""
-    one = found.ranks.get(rank)
-    if one is None:
+    waiting = hang.ranks.get(rank)
+    if waiting is None:
         return f"not there: rank {rank}, which left no dump"
-    if one.has_died:
-        return f"not there: rank {rank}, which has ended with {one.error}"
-    if one.entry is None:
+    if waiting.has_died:
+        return f"not there: rank {rank}, which has ended with {waiting.error}"
+    if waiting.entry is None:
         return f"not there: rank {rank}, which is in no collective"
-    return f"not there: rank {rank}, which is in {one.what} ({one.location})"
+    return f"not there: rank {rank}, which is in {waiting.what} ({waiting.location})"
 
 
-def document(found: Hang) -> dict[str, Any]:
+def document(hang: Hang) -> dict[str, Any]:
     """The same as plain data."""
     return {
-        "world_size": found.lowered.world_size,
-        "mesh": phrases.mesh(found.lowered.axes),
-        "absent": [*found.absent],
-        "cycle": [*found.cycle],
+        "world_size": hang.lowered.world_size,
+        "mesh": phrases.mesh(hang.lowered.axes),
+        "absent": [*hang.absent],
+        "cycle": [*hang.cycle],
         "ranks": [
             {
-                "rank": one.rank,
-                "call": one.what or None,
-                "plan": (one.planned.where or None) if one.planned else None,
-                "line": (one.planned.line or None) if one.planned else None,
-                "code": one.code or None,
-                "awaits": [*one.awaited],
-                "error": one.error or None,
-                "left_out": [call.text for call in one.left_out],
+                "rank": waiting.rank,
+                "call": waiting.what or None,
+                "plan": (waiting.planned.where or None) if waiting.planned else None,
+                "line": (waiting.planned.line or None) if waiting.planned else None,
+                "code": waiting.code or None,
+                "awaits": [*waiting.awaited],
+                "error": waiting.error or None,
+                "left_out": [call.text for call in waiting.left_out],
             }
-            for one in found.ranks.values()
+            for waiting in hang.ranks.values()
         ],
     }

@@ -38,11 +38,11 @@ class Different:
     """Two calls that meet and are not of one collective.
 
     Args:
-        one, other: the calls.
+        first, other: the calls.
         why: what differs, such as `all_reduce and all_gather`.
     """
 
-    one: RankCall
+    first: RankCall
     other: RankCall
     why: str
 
@@ -62,17 +62,17 @@ class Stuck:
     cycle: tuple[int, ...]
 
 
-def difference(one: RankCall, other: RankCall) -> str:
+def difference(first: RankCall, other: RankCall) -> str:
     """The property that two calls of one collective must share and do not; empty if they do."""
     for name in ("kind", "reduces", "dtype"):
-        a, b = getattr(one, name), getattr(other, name)
+        a, b = getattr(first, name), getattr(other, name)
         if a != b:
             return f"{a or 'none'} and {b or 'none'}".replace("_", "-")
-    if not (one.uneven or other.uneven) and one.numel != other.numel:
-        return f"{one.numel:,} and {other.numel:,} elements"
-    if one.during != other.during and {one.during, other.during} & _AFTER:
-        return " and ".join(call.during or "the loop" for call in (one, other))
-    return "" if one.unit == other.unit else f"{one.unit or 'none'} and {other.unit or 'none'}"
+    if not (first.uneven or other.uneven) and first.numel != other.numel:
+        return f"{first.numel:,} and {other.numel:,} elements"
+    if first.during != other.during and {first.during, other.during} & _AFTER:
+        return " and ".join(call.during or "the loop" for call in (first, other))
+    return "" if first.unit == other.unit else f"{first.unit or 'none'} and {other.unit or 'none'}"
 
 
 _AFTER = {"clipping", "optimizer"}
@@ -139,12 +139,12 @@ class _Simulation:
         self.arrived[group, rank] = call
         if not all((group, other) in self.arrived for other in call.ranks):
             return False
-        every = [self.arrived.pop((group, other)) for other in call.ranks]
-        for other in every[1:]:
-            if why := difference(every[0], other):
-                self.different.setdefault(group, Different(one=every[0], other=other, why=why))
-        for one in every:
-            self.at[one.rank] += 1
+        calls = [self.arrived.pop((group, other)) for other in call.ranks]
+        for other in calls[1:]:
+            if why := difference(calls[0], other):
+                self.different.setdefault(group, Different(first=calls[0], other=other, why=why))
+        for member in calls:
+            self.at[member.rank] += 1
         return True
 
     def _meet(self) -> bool:
@@ -153,11 +153,11 @@ class _Simulation:
         for channel in list(dict.fromkeys(channel for channel, _ in self.ends)):
             sent, taken = self.ends[channel, "send"], self.ends[channel, "recv"]
             while sent and taken and all(map(self._may, (sent[0], taken[0]))):
-                one, other = sent.popleft(), taken.popleft()
+                send, receive = sent.popleft(), taken.popleft()
                 moved = True
-                if (why := _other_message(one, other)) and channel not in self.different:
-                    self.different[channel] = Different(one=one, other=other, why=why)
-                for call in (one, other):
+                if (why := _other_message(send, receive)) and channel not in self.different:
+                    self.different[channel] = Different(first=send, other=receive, why=why)
+                for call in (send, receive):
                     self._end(call)
         return moved
 
@@ -211,9 +211,9 @@ class _Simulation:
         named = (rank, self._communicator(awaited)) if awaited else None
         heads = {q[0] for key, q in self.queues.items() if q and named in (None, key)}
         heads = {unit for unit in heads if unit[0] == rank}
-        every = (call for (r, _), call in self.messages.items() if r == rank)
+        calls = (call for (r, _), call in self.messages.items() if r == rank)
         return next(
-            (c for c in every if _unit(c) in heads and (rank, c.work) not in self.met), None
+            (c for c in calls if _unit(c) in heads and (rank, c.work) not in self.met), None
         )
 
     def _next(self, rank: int) -> RankCall | None:
@@ -229,9 +229,9 @@ def _unit(call: RankCall) -> Unit:
     return (call.rank, True, call.batch) if call.batch else (call.rank, False, call.work)
 
 
-def _other_message(one: RankCall, other: RankCall) -> str:
+def _other_message(first: RankCall, other: RankCall) -> str:
     for name in ("dtype", "numel"):
-        a, b = getattr(one, name), getattr(other, name)
+        a, b = getattr(first, name), getattr(other, name)
         if a != b:
             return f"{a} and {b}" + " elements" * (name == "numel")
     return ""
@@ -259,13 +259,13 @@ def fits(
     on the first of the networks in which some do.
     """
     for network in networks:
-        made = _Simulation(ranks, network)
-        made.run()
-        yield from made.different.values()
-        stuck = made.stuck()
+        simulation = _Simulation(ranks, network)
+        simulation.run()
+        yield from simulation.different.values()
+        stuck = simulation.stuck()
         if stuck:
             yield stuck
-        if stuck or made.different:
+        if stuck or simulation.different:
             return
 
 
@@ -277,18 +277,18 @@ def first_divergences(
     """
     programs = {rank: tuple(map(_program, calls)) for rank, calls in ranks.items()}
     for place in dict.fromkeys(places.values()):
-        own = [rank for rank in ranks if places[rank] == place]
-        usual = Counter(programs[rank] for rank in own).most_common(1)[0][0]
-        lead = next(rank for rank in own if programs[rank] == usual)
-        for rank in own:
+        members = [rank for rank in ranks if places[rank] == place]
+        usual = Counter(programs[rank] for rank in members).most_common(1)[0][0]
+        lead = next(rank for rank in members if programs[rank] == usual)
+        for rank in members:
             if programs[rank] != usual:
                 at = _first_difference(usual, programs[rank])
                 yield _call_at(ranks[lead], at), _call_at(ranks[rank], at)
 
 
-def _first_difference(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+def _first_difference(first: Sequence[Hashable], other: Sequence[Hashable]) -> int:
+    pairs = enumerate(zip(first, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(other)))
 
 
 def _call_at(calls: Sequence[RankCall], at: int) -> RankCall | None:

@@ -90,7 +90,7 @@ def record_ranks(
         device="cpu" if real else "",  # faster where tensors are small
         code=allow_code,
     )
-    found: dict[int, list[tuple[RankCall, ...]]] = {}
+    steps_by_rank: dict[int, list[tuple[RankCall, ...]]] = {}
     form: list[object] = []
     for rank in sorted({*ranks} | ({0} if pipeline else set())):
         answer = runner.ask(
@@ -99,8 +99,10 @@ def record_ranks(
         if "error" in answer:
             raise NotCountedError(f"rank {rank}: {answer['error']}")
         form = form or answer["form"]
-        found[rank] = [tuple(calls(step, rank, lowered, groups)) for step in answer["steps"]]
-    first, later = ({rank: steps[i] for rank, steps in found.items()} for i in (0, 1))
+        steps_by_rank[rank] = [
+            tuple(calls(step, rank, lowered, groups)) for step in answer["steps"]
+        ]
+    first, later = ({rank: steps[i] for rank, steps in steps_by_rank.items()} for i in (0, 1))
     return Order(lowered=lowered, first=first, later=later)
 
 
@@ -147,12 +149,12 @@ def small_orders(
         if isinstance(small, Unrepresented):
             raise NotCountedError(small.reason)
         assert small.compiled.lowered is not None
-        every = range(small.compiled.lowered.world_size)
+        ranks = range(small.compiled.lowered.world_size)
         passes = 1 if plan.pipeline else 2  # a pipeline's microbatches are passes
         # what another rank would send of a batch or a stage has no values, which code may read
         real = not (plan.pipeline or plan.context)
         yield record_ranks(
-            small.compiled, every, runner, micro_batches=passes, allow_code=allow_code, real=real
+            small.compiled, ranks, runner, micro_batches=passes, allow_code=allow_code, real=real
         )
 
 

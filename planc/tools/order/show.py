@@ -39,13 +39,13 @@ Row = Single | Repeated
 
 def rows(calls: Sequence[RankCall]) -> tuple[Row, ...]:
     """The calls in order, without waits; what repeats, once."""
-    found: list[Row] = [_single(call) for call in calls if call.kind != WAIT]
+    shown: list[Row] = [_single(call) for call in calls if call.kind != WAIT]
     period = 1
-    while period <= len(found) // 2:
-        shorter = _fold(found, period)
-        period = 1 if len(shorter) < len(found) else period + 1
-        found = shorter
-    return tuple(found)
+    while period <= len(shown) // 2:
+        shorter = _fold(shown, period)
+        period = 1 if len(shorter) < len(shown) else period + 1
+        shown = shorter
+    return tuple(shown)
 
 
 def _single(call: RankCall) -> Single:
@@ -67,26 +67,26 @@ def _generic(call: RankCall) -> str:
     return replace(call, module=generic(call.module), unit=units).where
 
 
-def _fold(found: Sequence[Row], period: int) -> list[Row]:
+def _fold(unfolded: Sequence[Row], period: int) -> list[Row]:
     """Replaces consecutive repetitions of `period` rows by one `Repeated` row."""
-    made: list[Row] = []
+    folded: list[Row] = []
     at = 0
-    while at < len(found):
-        some = found[at : at + period]
+    while at < len(unfolded):
+        pattern = unfolded[at : at + period]
         times = 1
-        while found[at + times * period : at + (times + 1) * period] == some:
+        while unfolded[at + times * period : at + (times + 1) * period] == pattern:
             times += 1
         if times == 1:
-            made.append(found[at])
+            folded.append(unfolded[at])
             at += 1
             continue
-        inner = some[0]
+        inner = pattern[0]
         if period == 1 and isinstance(inner, Repeated):
-            made.append(Repeated(times * inner.times, inner.rows))
+            folded.append(Repeated(times * inner.times, inner.rows))
         else:
-            made.append(Repeated(times, tuple(some)))
+            folded.append(Repeated(times, tuple(pattern)))
         at += times * period
-    return made
+    return folded
 
 
 def lines(order: Order, *, sized: bool) -> Iterator[str]:
@@ -101,8 +101,8 @@ def lines(order: Order, *, sized: bool) -> Iterator[str]:
         yield from phrases.table([*_table(rows(calls), sized, "")])
 
 
-def _table(found: Sequence[Row], sized: bool, indent: str) -> Iterator[Sequence[str]]:
-    for row in found:
+def _table(shown: Sequence[Row], sized: bool, indent: str) -> Iterator[Sequence[str]]:
+    for row in shown:
         if isinstance(row, Repeated):
             yield f"{indent}{row.times} x", "", "", ""
             yield from _table(row.rows, sized, indent + "  ")
@@ -129,7 +129,7 @@ def document(order: Order) -> dict[str, Any]:
 
 def _plain(row: Row) -> dict[str, Any]:
     if isinstance(row, Repeated):
-        return {"times": row.times, "calls": [_plain(one) for one in row.rows]}
+        return {"times": row.times, "calls": [_plain(inner) for inner in row.rows]}
     return {
         "kind": row.kind,
         "axes": [*row.over],
