@@ -181,8 +181,8 @@ def _compare(reference: _Step, steps: list[_Step], *, split: bool, gradients: bo
             logits = max(logits, relative(step.logits, right))
         if not gradients or reference.loss is None or step.loss is None:
             continue
-        own = reference.loss[number if split else 0]
-        loss = max(loss, relative(step.loss, own))
+        reference_loss = reference.loss[number if split else 0]
+        loss = max(loss, relative(step.loss, reference_loss))
         errors = errors_by_name(step.gradients, reference.gradients)
         for name, error in errors.items():
             if not error < LIMIT:

@@ -64,13 +64,13 @@ def audit(
         repaired: the kinds for which the changes that make a plan right are searched.
     """
     for name in types:
-        if made := _audited_model(name, sink):
-            yield from audit_model(name, made, sink, kinds, repaired=repaired)
+        if audited := _audited_model(name, sink):
+            yield from audit_model(name, audited, sink, kinds, repaired=repaired)
 
 
 def audit_model(
     name: str,
-    made: "AuditedModel",
+    audited: "AuditedModel",
     sink: Sink,
     kinds: Iterable[str] = KINDS,
     *,
@@ -78,8 +78,8 @@ def audit_model(
 ) -> Iterator[PlanVerdict]:
     """Yields the verdict on each plan of a proxy model; arguments as of `audit`."""
     for kind in kinds:
-        if rules := made.plan(kind):
-            yield _judge(name, kind, made, rules, sink, repaired=kind in repaired)
+        if rules := audited.plan(kind):
+            yield _judge(name, kind, audited, rules, sink, repaired=kind in repaired)
 
 
 def _audited_model(name: str, sink: Sink) -> "AuditedModel | None":
@@ -122,7 +122,7 @@ class _Refuted:
 def _judge(
     name: str,
     kind: str,
-    made: "AuditedModel",
+    audited: "AuditedModel",
     rules: Mapping[str, Any],
     sink: Sink,
     *,
@@ -131,14 +131,14 @@ def _judge(
     from planc.tools.audit.patch import patch, plan_owners, rule_span
     from planc.tools.audit.repair import find_repair
 
-    run, title = made.run(kind, rules), f"the {kind} of {name}"
+    run, title = audited.run(kind, rules), f"the {kind} of {name}"
     if run.verdict == "proved":
         return PlanVerdict(type=name, kind=kind, verdict="proved")
     if run.verdict == "unknown":
         sink.warning("PL766", f"{title} is not judged: {run.reason}")
         return PlanVerdict(type=name, kind=kind, verdict="unknown", reason=run.reason)
-    owners = plan_owners(made.model)
-    repair = find_repair(lambda r: made.run(kind, r), rules, run) if repaired else None
+    owners = plan_owners(audited.model)
+    repair = find_repair(lambda r: audited.run(kind, r), rules, run) if repaired else None
     refuted = _Refuted(
         title=title,
         kind=kind,

@@ -134,28 +134,28 @@ def _edit(text: str, holder: str, attribute: str, key: str, style: str | None) -
         return None
     lines = text.splitlines(keepends=True)
     entries = [(k, v) for k, v in zip(plan.keys, plan.values, strict=True) if k is not None]
-    found = next((entry for entry in entries if _value(entry[0]) == key), None)
-    if found is None:
+    entry_of_key = next((entry for entry in entries if _value(entry[0]) == key), None)
+    if entry_of_key is None:
         if len(entries) < len(plan.keys) or not entries:  # a part of the plan is no literal
             return None
         near = max(entries, key=lambda e: _common(str(_value(e[0])), key))
         indent = " " * near[0].col_offset
         lines.insert(near[1].end_lineno or 0, f'{indent}"{key}": "{style}",\n')
         return "".join(lines)
-    first, last = found[0].lineno - 1, found[1].end_lineno or 0
+    first, last = entry_of_key[0].lineno - 1, entry_of_key[1].end_lineno or 0
     if first + 1 != last or sum(e[0].lineno == first + 1 for e in entries) > 1:
         return None
     if style is None:
         del lines[first]
     else:
-        start, end = found[1].col_offset, found[1].end_col_offset or 0
+        start, end = entry_of_key[1].col_offset, entry_of_key[1].end_col_offset or 0
         lines[first] = f'{lines[first][:start]}"{style}"{lines[first][end:]}'
     return "".join(lines)
 
 
-def _common(one: str, other: str) -> int:
+def _common(first: str, other: str) -> int:
     """The number of segments with which both names begin."""
-    pairs = zip(one.split("."), other.split("."), strict=False)
+    pairs = zip(first.split("."), other.split("."), strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), len(other))
 
 

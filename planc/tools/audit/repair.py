@@ -29,16 +29,16 @@ class Repair:
 
 
 def find_repair(
-    run: Callable[[Rules], StepErrors], rules: Rules, found: StepErrors
+    run: Callable[[Rules], StepErrors], rules: Rules, errors: StepErrors
 ) -> Repair | None:
     """The changes of a refuted plan, or None if no subset of its rules is proved.
 
     Args:
         run: runs a plan on the proxy model.
         rules: the plan, by generic name.
-        found: its result.
+        errors: its result.
     """
-    for candidate in _single_changes(rules, found):
+    for candidate in _single_changes(rules, errors):
         if run(candidate).verdict == "proved":
             return _difference(rules, candidate)
     # the groups of rules that are proved together, and the most of each other group
@@ -56,14 +56,14 @@ def find_repair(
 
 
 def _single_changes(
-    rules: Rules, found: StepErrors, among: Rules | None = None
+    rules: Rules, errors: StepErrors, among: Rules | None = None
 ) -> Iterator[dict[str, str]]:
     """Yields plans that sum the gradients that are off, or have another style for one rule."""
-    holders = list(dict.fromkeys(generic(n).rpartition(".")[0] for n in found.gradients))
+    holders = list(dict.fromkeys(generic(n).rpartition(".")[0] for n in errors.gradients))
     free = [name for name in holders if name and name not in rules]
-    if free and found.logits < LIMIT:
+    if free and errors.logits < LIMIT:
         yield {**rules, **dict.fromkeys(free, GRADIENT_SUM)}
-    suspects = {generic(name) for name in found.gradients} | set(holders)
+    suspects = {generic(name) for name in errors.gradients} | set(holders)
     names = [name for name in (among or rules) if among or name in suspects]
     for name in names:
         meaning = STYLES.get(str(rules[name]))
