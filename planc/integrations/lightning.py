@@ -99,8 +99,10 @@ class PlancStrategyMixin(_Strategy):  # type: ignore[misc]
         """Moves what is beside the planned model, which is there, or has no values until it loads
         them.
         """
-        planned, every = self.planc_run.model, [*self.lightning_module.modules()]
-        places = [(m._modules, n) for m in every for n, c in m._modules.items() if c is planned]
+        planned, modules_around = self.planc_run.model, [*self.lightning_module.modules()]
+        places = [
+            (m._modules, n) for m in modules_around for n, c in m._modules.items() if c is planned
+        ]
         for modules, name in places:
             modules[name] = nn.Module()
         try:

@@ -28,8 +28,8 @@ def require_served(lowered: Lowered, loop: str) -> None:
 
 def ranks_of_data(run: Run) -> list[int]:
     """One rank of those that read the same rows, of each such set."""
-    one = tuple(slice(None) if a.name in run.lowered.data else 0 for a in run.lowered.axes)
-    return sorted(run.mesh.mesh[one].flatten().tolist())
+    data_slice = tuple(slice(None) if a.name in run.lowered.data else 0 for a in run.lowered.axes)
+    return sorted(run.mesh.mesh[data_slice].flatten().tolist())
 
 
 def of_data_ranks(run: Run, gathered: Any) -> Any:

@@ -24,8 +24,8 @@ def planc_audit() -> Audit:
         from planc.tools.audit.given_class import ClassBuilder
 
         sink = Sink()
-        made = AuditedModel(ClassBuilder(cls, config))
-        verdicts = list(audit_model(cls.__name__, made, sink, kinds))
+        model = AuditedModel(ClassBuilder(cls, config))
+        verdicts = list(audit_model(cls.__name__, model, sink, kinds))
         if sink.has_errors:
             pytest.fail(render(list(sink), "full", color=False, width=100), pytrace=False)
         return verdicts

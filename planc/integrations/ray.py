@@ -86,8 +86,8 @@ def workers(
     with torch.device("meta"):
         model = build()
     sizes = world_size if isinstance(world_size, tuple) else (world_size,)
-    every = [planc.lower(model, plan, world_size=n, overrides=overrides) for n in sizes]
-    least, most = every[0].world_size, every[-1].world_size
+    lowered_plans = [planc.lower(model, plan, world_size=n, overrides=overrides) for n in sizes]
+    least, most = lowered_plans[0].world_size, lowered_plans[-1].world_size
     return (least, most) if isinstance(world_size, tuple) else most
 
 
@@ -139,5 +139,5 @@ def load(run: Run, **more: Any) -> int | None:
     """
     from ray import train
 
-    found = train.get_checkpoint()
-    return run.load(found.path, **more) if found else None
+    checkpoint = train.get_checkpoint()
+    return run.load(checkpoint.path, **more) if checkpoint else None

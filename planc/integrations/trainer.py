@@ -327,8 +327,12 @@ def _signature(kind: type) -> inspect.Signature:
     that hands on `*args` says nothing of them.
     """
     behind = kind.__mro__[kind.__mro__.index(PlancTrainerMixin) + 1 :]
-    every = (inspect.signature(own["__init__"]) for own in map(vars, behind) if "__init__" in own)
-    named = next(s for s in every if {"model", "args"} <= _names(s))
+    signatures = (
+        inspect.signature(attributes["__init__"])
+        for attributes in map(vars, behind)
+        if "__init__" in attributes
+    )
+    named = next(s for s in signatures if {"model", "args"} <= _names(s))
     return named.replace(parameters=list(named.parameters.values())[1:])  # without self
 
 
