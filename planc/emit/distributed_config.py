@@ -32,20 +32,20 @@ def render(lowered: Lowered, sink: Sink) -> str | None:
         sink: receives PL739, an error for a rule that no style of transformers is, and PL767 for
             everything that a `DistributedConfig` has no word for.
     """
-    found = _config(lowered, sink)
-    return None if found is None else json.dumps(found, indent=2) + "\n"
+    config = _config(lowered, sink)
+    return None if config is None else json.dumps(config, indent=2) + "\n"
 
 
 def render_class(lowered: Lowered, sink: Sink) -> str | None:
     """The plans as attributes of a configuration class, relative to its base model; arguments as
     of `render`.
     """
-    found = _config(lowered, sink)
-    if found is None:
+    config = _config(lowered, sink)
+    if config is None:
         return None
     lines = []
     for kind in ("tp_plan", "ep_plan", "fsdp_plan"):
-        if plan := found.get(kind):
+        if plan := config.get(kind):
             inside = {n.removeprefix("model."): s for n, s in plan.items() if n != "lm_head"}
             text = pformat(inside, indent=4, width=100, sort_dicts=False)
             lines.append(f"base_model_{kind} = {{\n {text[1:-1]},\n}}")
@@ -53,7 +53,7 @@ def render_class(lowered: Lowered, sink: Sink) -> str | None:
 
 
 def _config(lowered: Lowered, sink: Sink) -> dict[str, Any] | None:
-    found = _sizes(lowered, sink)
+    config = _sizes(lowered, sink)
     tensor: dict[str, str] = {}
     for name, style in rules(lowered, sink).items():
         # transformers has no rules of single layers
@@ -62,18 +62,18 @@ def _config(lowered: Lowered, sink: Sink) -> dict[str, Any] | None:
             sink.error("PL739", message)
     if sink.has_errors:
         return None
-    if found.get("tp_size", 1) > 1:
-        found["tp_plan"] = _complete(tensor, lowered.family)
-    found |= _experts(lowered, sink)
-    if lowered.fsdp_units and found.get("fsdp_size", 1) * found.get("dp_replicate_size", 1) > 1:
-        found |= _fsdp(lowered.fsdp_units, lowered, sink)
+    if config.get("tp_size", 1) > 1:
+        config["tp_plan"] = _complete(tensor, lowered.family)
+    config |= _experts(lowered, sink)
+    if lowered.fsdp_units and config.get("fsdp_size", 1) * config.get("dp_replicate_size", 1) > 1:
+        config |= _fsdp(lowered.fsdp_units, lowered, sink)
     # the divisor that transformers itself sets for experts
     mean = lowered.axis_size(*lowered.averaged_axes)
     others = {op.WORD: op.origin for op in lowered.ops if getattr(op, "factor", None) != mean}
     for word, origin in others.items():
         if word not in _BESIDE:
             sink.warning("PL767", f"a `DistributedConfig` has no word for `{word}`", origin)
-    return found
+    return config
 
 
 def _sizes(lowered: Lowered, sink: Sink) -> dict[str, Any]:
@@ -98,17 +98,19 @@ def _sizes(lowered: Lowered, sink: Sink) -> dict[str, Any]:
 
 def _complete(tensor: Mapping[str, str], family: str) -> dict[str, str]:
     """The rules, with `replicate` for modules that only the shipped plan splits."""
-    own, _ = defaults(family)
-    prefix = _prefix(tensor, own)
-    others = {f"{prefix}{name}": "replicate" for name in own}
+    shipped, _ = defaults(family)
+    prefix = _prefix(tensor, shipped)
+    others = {f"{prefix}{name}": "replicate" for name in shipped}
     others[f"{prefix}embed_tokens"] = "replicate"  # else transformers splits the vocabulary
     others["lm_head"] = "replicate"
     return {**{n: s for n, s in others.items() if n not in tensor}, **tensor}
 
 
-def _prefix(tensor: Mapping[str, str], own: Mapping[str, str]) -> str:
+def _prefix(tensor: Mapping[str, str], shipped: Mapping[str, str]) -> str:
     """The names from the full model to its base model: `model.`."""
-    ends = (name.removesuffix(key) for name in tensor for key in own if name.endswith(f".{key}"))
+    ends = (
+        name.removesuffix(key) for name in tensor for key in shipped if name.endswith(f".{key}")
+    )
     return next(ends, "model.")
 
 

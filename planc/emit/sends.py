@@ -10,36 +10,36 @@ from planc.ops import phrases
 
 def lines(step: Step) -> Iterator[str]:
     """A line for each kind of collective of an operation."""
-    found = sends(step)
-    yield phrases.head("sends", "in a step, of a rank that runs it" if found else "nothing")
-    yield from phrases.table(_row(one, step) for one in found)
+    collectives = sends(step)
+    yield phrases.head("sends", "in a step, of a rank that runs it" if collectives else "nothing")
+    yield from phrases.table(_row(sent, step) for sent in collectives)
     for name in left_out(step):
         yield phrases.head("", f"not counted: {name}")
 
 
-def _row(one: Sent, step: Step) -> Sequence[str]:
-    over = phrases.axes(one.axes, step.lowered)
-    if one.among is not None:
-        ranks, every = one.among
-        over = f"{ranks} of {over}" + f", {every} apart" * (every > 1)
-    times, size = f"{one.times:,} x", "?" if one.size is None else phrases.size(one.size)
-    total = "" if one.size is None else phrases.size(one.times * one.size)
-    return one.word, one.where, f"{one.kind} over {over}", times, size, total
+def _row(sent: Sent, step: Step) -> Sequence[str]:
+    over = phrases.axes(sent.axes, step.lowered)
+    if sent.among is not None:
+        ranks, stride = sent.among
+        over = f"{ranks} of {over}" + f", {stride} apart" * (stride > 1)
+    times, size = f"{sent.times:,} x", "?" if sent.size is None else phrases.size(sent.size)
+    total = "" if sent.size is None else phrases.size(sent.times * sent.size)
+    return sent.word, sent.where, f"{sent.kind} over {over}", times, size, total
 
 
 def document(step: Step) -> dict[str, Any]:
     """The collectives as plain data: bytes of one, or null if unknown; and what is not counted."""
     rows = [
         {
-            "operation": one.word,
-            "where": one.where,
-            "kind": one.kind,
-            "axes": [*one.axes],
-            "times": one.times,
-            "bytes": one.size,
-            **({"among": [*one.among]} if one.among else {}),
+            "operation": sent.word,
+            "where": sent.where,
+            "kind": sent.kind,
+            "axes": [*sent.axes],
+            "times": sent.times,
+            "bytes": sent.size,
+            **({"among": [*sent.among]} if sent.among else {}),
         }
-        for one in sends(step)
+        for sent in sends(step)
     ]
     return {"sends": rows, "not_counted": [*left_out(step)]}
 
@@ -59,13 +59,13 @@ def changes(sides: Mapping[str, Step]) -> Iterator[str]:
 
 
 def _sums(step: Step) -> dict[tuple[str, str, tuple[str, ...]], tuple[int, int | None]]:
-    found: dict[tuple[str, str, tuple[str, ...]], tuple[int, int | None]] = {}
-    for one in sends(step):
-        key = (one.word, one.kind, one.axes)
-        times, size = found.get(key, (0, 0))
-        total = None if size is None or one.size is None else size + one.times * one.size
-        found[key] = times + one.times, total
-    return found
+    sums: dict[tuple[str, str, tuple[str, ...]], tuple[int, int | None]] = {}
+    for sent in sends(step):
+        key = (sent.word, sent.kind, sent.axes)
+        times, size = sums.get(key, (0, 0))
+        total = None if size is None or sent.size is None else size + sent.times * sent.size
+        sums[key] = times + sent.times, total
+    return sums
 
 
 def _totals(sums: tuple[int, int | None] | None) -> str:

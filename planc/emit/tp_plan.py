@@ -28,16 +28,16 @@ def render(lowered: Lowered, sink: Sink) -> str | None:
         sink: receives PL739: an error for a rule that no style of transformers is, a warning for
             each section that a `tp_plan` has no place for.
     """
-    found = rules(lowered, sink)
+    styles = rules(lowered, sink)
     for word, origin in {op.WORD: op.origin for op in lowered.ops}.items():
         if word not in _BESIDE:
             sink.warning("PL739", f"a `tp_plan` does not have `{word}`", origin)
-    return None if sink.has_errors else json.dumps(found, indent=2) + "\n"
+    return None if sink.has_errors else json.dumps(styles, indent=2) + "\n"
 
 
 def rules(lowered: Lowered, sink: Sink) -> dict[str, str]:
     """The styles of transformers by the names of modules; `sink` receives the errors PL739."""
-    found: dict[str, str] = {}
+    style_by_glob: dict[str, str] = {}
     styles = [op for op in lowered.styles if not _sums(op.style)]
     lengths = _list_lengths(styles)
     for op in styles:
@@ -52,10 +52,10 @@ def rules(lowered: Lowered, sink: Sink) -> dict[str, str]:
             sink.error("PL739", message, op.origin, help=help)
             continue
         for glob in _globs(op.modules, lengths):
-            found[glob] = word
+            style_by_glob[glob] = word
             if isinstance(op.style, ir.Experts):
-                found.update((f"{glob}.{name}", how) for name, how in _FUSED.items())
-    return found
+                style_by_glob.update((f"{glob}.{name}", how) for name, how in _FUSED.items())
+    return style_by_glob
 
 
 def _list_lengths(ops: Iterable[Op]) -> dict[tuple[str, ...], int]:

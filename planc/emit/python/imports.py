@@ -17,24 +17,28 @@ def imports(body: str, modules: Iterable[str], names: Mapping[str, str]) -> str:
         names: the module of each name that the source may use; empty for a module.
     """
     used = global_names(body)
-    found: dict[str, list[str]] = {}
+    names_by_module: dict[str, list[str]] = {}
     whole = {module for module in modules if module.partition(".")[0] in used}
     for name in used & names.keys():
         if names[name]:
-            found.setdefault(names[name], []).append(name)
+            names_by_module.setdefault(names[name], []).append(name)
         else:
             whole.add(name)
-    parts = ("\n".join(_section(whole, found, standard=some)) for some in (True, False))
+    parts = (
+        "\n".join(_section(whole, names_by_module, standard=standard)) for standard in (True, False)
+    )
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _section(whole: set[str], found: Mapping[str, list[str]], *, standard: bool) -> Iterable[str]:
+def _section(
+    whole: set[str], names_by_module: Mapping[str, list[str]], *, standard: bool
+) -> Iterable[str]:
     def here(module: str) -> bool:
         return (module.partition(".")[0] in sys.stdlib_module_names) is standard
 
     yield from (f"import {module}" for module in sorted(filter(here, whole)))
-    for module in sorted(filter(here, found)):
-        names = tuple(sorted(found[module], key=_by_kind))
+    for module in sorted(filter(here, names_by_module)):
+        names = tuple(sorted(names_by_module[module], key=_by_kind))
         line = f"from {module} import {', '.join(names)}"
         broken = lay(Bracketed(f"from {module} import (", names))
         yield from [line] if len(line) <= WIDTH else broken

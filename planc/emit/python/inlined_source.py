@@ -93,20 +93,20 @@ def needed_definitions(body: str) -> list[str]:
 @cache
 def imported_names() -> dict[str, str]:
     """The names that the definitions import, each with its module; empty for a module."""
-    found: dict[str, str] = {}
+    modules: dict[str, str] = {}
     for text in _texts():
         for node in ast.parse(text).body:
             if isinstance(node, ast.Import):
-                found |= {alias.name: "" for alias in node.names if "." not in alias.name}
+                modules |= {alias.name: "" for alias in node.names if "." not in alias.name}
             if isinstance(node, ast.ImportFrom) and node.module and node.module[:5] != "planc":
-                found |= {alias.name: node.module for alias in node.names}
-    return found
+                modules |= {alias.name: node.module for alias in node.names}
+    return modules
 
 
 @cache
 def definitions() -> dict[str, str]:
     """The source of each standalone function, class and constant, without annotations."""
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for text in map(without_types, _texts()):
         lines = text.splitlines()
         for node in ast.parse(text).body:
@@ -116,8 +116,8 @@ def definitions() -> dict[str, str]:
                     | ast.ClassDef(name=name)
                     | ast.Assign(targets=[ast.Name(id=name)])
                 ):
-                    found[name] = "\n".join(lines[_first_line(node) : node.end_lineno])
-    return found
+                    sources[name] = "\n".join(lines[_first_line(node) : node.end_lineno])
+    return sources
 
 
 @cache
@@ -141,11 +141,15 @@ def library_imports(text: str) -> str:
 def _direct(node: ast.ImportFrom) -> Iterator[str]:
     """The statements in place of one that imports from `planc.compat`, by module."""
     homes = _library_names((node.module or "").removeprefix(_COMPAT))
-    found: dict[str, list[str]] = {}
+    names_by_module: dict[str, list[str]] = {}
     for alias in node.names:
         home, name = homes[alias.name]
-        found.setdefault(home, []).append(name if name == alias.name else f"{name} as {alias.name}")
-    yield from (f"from {home} import {', '.join(names)}" for home, names in sorted(found.items()))
+        names_by_module.setdefault(home, []).append(
+            name if name == alias.name else f"{name} as {alias.name}"
+        )
+    yield from (
+        f"from {home} import {', '.join(names)}" for home, names in sorted(names_by_module.items())
+    )
 
 
 @cache
@@ -162,18 +166,18 @@ def _library_names(file: str) -> dict[str, tuple[str, str]]:
 
 def global_names(source: str) -> set[str]:
     """The names that source uses and that no function in it binds."""
-    found: set[str] = set()
+    unbound: set[str] = set()
     tables = [symtable.symtable(source, "script", "exec")]
     while tables:
         table = tables.pop()
         outermost = table.get_type() == "module"
-        found |= {
+        unbound |= {
             symbol.get_name()
             for symbol in table.get_symbols()
             if (symbol.is_referenced() if outermost else symbol.is_global())
         }
         tables += table.get_children()
-    return found
+    return unbound
 
 
 # Types -------------------------------------------------------------------------------------------
@@ -216,8 +220,10 @@ def _head(node: ast.FunctionDef, text: str) -> Iterator[str]:
     pairs = [*zip(plain, [*given, *args.defaults], strict=True)]
     after = [*zip(args.kwonlyargs, args.kw_defaults, strict=True)]
 
-    def spell_arguments(some: Iterable[tuple[ast.arg, ast.expr | None]]) -> Iterator[str]:
-        for argument, default in some:
+    def spell_arguments(
+        defaults: Iterable[tuple[ast.arg, ast.expr | None]],
+    ) -> Iterator[str]:
+        for argument, default in defaults:
             value = default and f"={ast.get_source_segment(text, default)}"
             yield f"{argument.arg}{value or ''}"
 

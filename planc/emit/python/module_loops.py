@@ -82,8 +82,8 @@ def loop_over(modules: Modules, lists: Lists, *, assigned: bool = False) -> Loop
             head.append(f"{indent}for {letter} in {_range(segment)}:")
             item = owner + place
         elif assigned and at == len(modules.path) - 1:
-            every = f"{owner}.items()" if keyed else f"enumerate({owner})"
-            head.append(f"{indent}for {letter}, block in {every}:")
+            entries = f"{owner}.items()" if keyed else f"enumerate({owner})"
+            head.append(f"{indent}for {letter}, block in {entries}:")
             item, place = "block", f"[{letter}]"
         else:
             head.append(f"{indent}for block in {owner}{'.values()' if keyed else ''}:")

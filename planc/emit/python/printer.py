@@ -45,16 +45,16 @@ class Printer:
 
     def shared(self, steps: Iterable[calls.Step]) -> Lines:
         """Assigns the shared values of a function to variables, nested values first."""
-        found: dict[calls.Shared, int] = {}
+        depths: dict[calls.Shared, int] = {}
         for step in steps:
-            self._find(calls.values_of(step), found)
-        self._variables = _variable_names(found)
+            self._find(calls.values_of(step), depths)
+        self._variables = _variable_names(depths)
         deep: dict[str, int] = {}
-        for value, depth in found.items():
+        for value, depth in depths.items():
             deep[value.name] = max(depth, deep.get(value.name, 0))
-        for value in sorted(found, key=lambda value: (deep[value.name], found[value])):
-            made = prepend(f"{self._variables[value]} = ", self.source(value.value))
-            yield from lay(made, IN, note=remark(value.note))
+        for value in sorted(depths, key=lambda value: (deep[value.name], depths[value])):
+            assignment = prepend(f"{self._variables[value]} = ", self.source(value.value))
+            yield from lay(assignment, IN, note=remark(value.note))
 
     def loop(self, modules: Modules) -> Loop:
         return loop_over(modules, self._lists)
@@ -63,9 +63,9 @@ class Printer:
         match step:
             case calls.Each():
                 loop = loop_over(step.modules, self._lists, assigned=step.replaces)
-                made = [self.call(call, loop.item) for call in step.calls]
-                some = [replacement(loop, made[0])] if step.replaces else made
-                yield from loop_lines(loop.head, some, step.note)
+                sources = [self.call(call, loop.item) for call in step.calls]
+                body = [replacement(loop, sources[0])] if step.replaces else sources
+                yield from loop_lines(loop.head, body, step.note)
             case calls.Once():
                 yield from loop_lines((), [self.call(step.call)], step.note)
             case calls.Assign():
@@ -139,15 +139,15 @@ class Printer:
             return f"{module}.{name}"
         return name
 
-    def _find(self, value: calls.Value, found: dict[calls.Shared, int]) -> int:
-        """Adds the shared values inside a value to `found`, each with its nesting depth."""
+    def _find(self, value: calls.Value, depths: dict[calls.Shared, int]) -> int:
+        """Adds the shared values inside a value to `depths`, each with its nesting depth."""
         if isinstance(value, calls.MeshOf):
-            return self._find(calls.mesh_source(value, self._context), found)
+            return self._find(calls.mesh_source(value, self._context), depths)
         if isinstance(value, calls.Shared):
-            if value not in found:
-                found[value] = self._find(value.value, found)
-            return found[value] + 1
-        return max((self._find(inner, found) for inner in calls.parts_of(value)), default=0)
+            if value not in depths:
+                depths[value] = self._find(value.value, depths)
+            return depths[value] + 1
+        return max((self._find(inner, depths) for inner in calls.parts_of(value)), default=0)
 
 
 def _variable_names(values: Iterable[calls.Shared]) -> dict[calls.Shared, str]:
@@ -156,9 +156,9 @@ def _variable_names(values: Iterable[calls.Shared]) -> dict[calls.Shared, str]:
     for value in values:
         like.setdefault(re.sub(r"\W", "_", value.name), []).append(value)
     return {
-        value: name if len(some) == 1 else f"{name}_{number}"
-        for name, some in like.items()
-        for number, value in enumerate(some, start=1)
+        value: name if len(like_values) == 1 else f"{name}_{number}"
+        for name, like_values in like.items()
+        for number, value in enumerate(like_values, start=1)
     }
 
 

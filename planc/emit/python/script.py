@@ -104,11 +104,11 @@ def _stage_functions(stage: Stage, context: Context, printer: Printer) -> Iterat
 def _body(steps: Sequence[Step], printer: Printer) -> Lines:
     yield from printer.shared(steps)
     ordered = sorted(inner_first(steps), key=_styles_a_module, reverse=True)
-    for styled, some in groupby(ordered, key=_styles_a_module):
+    for styled, group in groupby(ordered, key=_styles_a_module):
         if styled:
-            yield from _tensor([step for step in some if isinstance(step, Each)], printer)
+            yield from _tensor([step for step in group if isinstance(step, Each)], printer)
         else:
-            for step in some:
+            for step in group:
                 yield from printer.step(step)
 
 
@@ -158,8 +158,8 @@ def _mesh(lowered: Lowered) -> str:
 
 
 def _groups(lowered: Lowered, context: Context, printer: Printer) -> Iterator[str]:
-    if made := uneven_groups(lowered, context):
-        lines = (line for v in made for line in loop_lines((), [printer.source(v.value)], ""))
+    if groups := uneven_groups(lowered, context):
+        lines = (line for v in groups for line in loop_lines((), [printer.source(v.value)], ""))
         body = "\n".join(lines)
         about = "Creates the process groups that some stages use: every rank takes part."
         yield f'def make_groups(mesh):\n    """{about}"""\n{body}\n'
