@@ -19,28 +19,30 @@ class Backward:
     """Counts the modules of a step that have gradients.
 
     Args:
-        every: the modules with parameters, in the order of the model. Without them, as for a plan
+        owners: the modules with parameters, in the order of the model. Without them, as for a plan
             that was lowered before, all modules are taken to have gradients.
     """
 
-    def __init__(self, every: Iterable[Owned]) -> None:
-        self.every = tuple(every)
+    def __init__(self, owners: Iterable[Owned]) -> None:
+        self.owners = tuple(owners)
         self.lists: dict[tuple[str, ...], int] = {}
-        for at, own in enumerate(self.every):
-            self.lists.setdefault(_list(own.modules), at)
+        for at, owner in enumerate(self.owners):
+            self.lists.setdefault(_list(owner.modules), at)
         places = [
-            self._place(own.modules, own.modules.entries.first if own.modules.entries else 0, at)
-            for at, own in enumerate(self.every)
-            if own.has_trainable
+            self._place(
+                owner.modules, owner.modules.entries.first if owner.modules.entries else 0, at
+            )
+            for at, owner in enumerate(self.owners)
+            if owner.has_trainable
         ]
-        self.first: Place = min(places, default=(inf if self.every else -inf, 0, 0))
+        self.first: Place = min(places, default=(inf if self.owners else -inf, 0, 0))
 
-        self.whole = all(o.trains(p) for o in self.every for p in o.modules.module.parameters)
+        self.whole = all(o.trains(p) for o in self.owners for p in o.modules.module.parameters)
 
     @property
     def skips(self) -> bool:
         """Whether it ends behind the first block of a list."""
-        blocks = (o.modules for o in self.every if o.modules.entries)
+        blocks = (o.modules for o in self.owners if o.modules.entries)
         return not self.whole and any(
             (self.lists[_list(m)], m.entries.first) < self.first[:2] for m in blocks
         )
@@ -68,7 +70,7 @@ class Backward:
         """The number of these modules that have a parameter inside that takes a gradient."""
         if self.whole:
             return len(modules)
-        sets = (o.modules.part_inside(modules) for o in self.every if o.has_trainable)
+        sets = (o.modules.part_inside(modules) for o in self.owners if o.has_trainable)
         depth = len(modules.path)
         return len({n for m in sets if m for n in _upto(m, depth).names()})
 
@@ -85,7 +87,7 @@ class Backward:
         """The places of modules with parameters; of a layer with an adapter, of the layer alone."""
         if modules.path[-1:] == (BASE_LAYER,):
             return self._indices(_upto(modules, len(modules.path) - 1))[:1]
-        return [at for at, owner in enumerate(self.every) if owner.modules.part_inside(modules)]
+        return [at for at, owner in enumerate(self.owners) if owner.modules.part_inside(modules)]
 
     def _count(self, modules: Modules, at: float) -> int:
         entries = modules.entries or [0]

@@ -82,7 +82,7 @@ class Holdings:
                 trains=owner.trains(parameter),
                 narrow=bool(low) and parameter.name == "weight",
             )
-            for owner in self.backward.every
+            for owner in self.backward.owners
             for whole, on in split_by_rules(owner.modules, rules)
             for part, low in split_by_rules(whole, gathers)
             for parameter in part.module.parameters

@@ -105,14 +105,14 @@ def _matrices(stage: Stage, step: Step) -> Iterator[Matrices]:
         for modules, place in divided_by(op.modules, placed):
             around = place.shard if place else ()
             for name, cut in op.algorithm.units:
-                found = modules.module.parameter(name)
-                if found and load:
-                    found = replace(found, dtype=found.cast(load))
+                parameter = modules.module.parameter(name)
+                if parameter and load:
+                    parameter = replace(parameter, dtype=parameter.cast(load))
                 for part, axes in _split(modules, name, splits):
                     wide = (a for a in (*around, *axes) if step.wide((a,)))
                     yield Matrices(
                         op=op,
-                        parameter=found,
+                        parameter=parameter,
                         cut=cut,
                         count=len(part),
                         axes=tuple(dict.fromkeys(wide)),
@@ -122,11 +122,11 @@ def _matrices(stage: Stage, step: Step) -> Iterator[Matrices]:
 def _placements(stage: Stage) -> list[tuple[Modules, FullyShard | Spread | None]]:
     """The units of FSDP, the spreads in them and what they ignore, inner ones first."""
     units = [op for op in stage.ops if isinstance(op, FullyShard)]
-    found: list[tuple[Modules, FullyShard | Spread | None]] = []
+    placements: list[tuple[Modules, FullyShard | Spread | None]] = []
     for unit in units:
-        found += [(modules, None) for modules in unit.ignored]
-        found += [(spread.modules, spread) for spread in reversed(unit.spreads)]
-    return inner_first([*found, *((m, unit) for unit in units for m in unit.members)])
+        placements += [(modules, None) for modules in unit.ignored]
+        placements += [(spread.modules, spread) for spread in reversed(unit.spreads)]
+    return inner_first([*placements, *((m, unit) for unit in units for m in unit.members)])
 
 
 def _split(modules: Modules, name: str, ops: Sequence[Op]) -> Iterator[tuple[Modules, Axes]]:
@@ -140,7 +140,7 @@ def _split(modules: Modules, name: str, ops: Sequence[Op]) -> Iterator[tuple[Mod
             continue
         parts = [
             (part, (*axes, *op.split_axes) if inside else axes)
-            for one, axes in parts
-            for part, inside in divided_by(one, [(op.about, op)])
+            for divided, axes in parts
+            for part, inside in divided_by(divided, [(op.about, op)])
         ]
     yield from parts

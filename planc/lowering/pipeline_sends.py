@@ -59,9 +59,9 @@ def _message(op: Pipeline, stage: int, step: Step) -> StageMessages:
     if step.arguments is None or step.tokens is None:
         return StageMessages(None, None)
     forms = step.arguments.sent_forms(begins, op.given, op.states)
-    every = [_local(form, step, ranks) for form in forms]
-    trained = [size for size, form in zip(every, forms, strict=True) if form.trains]
-    return StageMessages(_message_bytes(every), _message_bytes(trained))
+    sizes = [_local(form, step, ranks) for form in forms]
+    trained = [size for size, form in zip(sizes, forms, strict=True) if form.trains]
+    return StageMessages(_message_bytes(sizes), _message_bytes(trained))
 
 
 def _message_bytes(sizes: Sequence[int | None]) -> int | None:
@@ -96,46 +96,46 @@ def pipeline_sends(op: Pipeline, step: Step) -> Iterator[Sent]:
     """
     if op != step.lowered.pipeline:
         return
-    own = op.own if len(step.lowered.stages) == 1 else range(op.stages)
+    stages = op.own if len(step.lowered.stages) == 1 else range(op.stages)
     ranks = step.lowered.axis_size(op.axis)
     home = {s: r for r in range(ranks) for s in stages_of_rank(op.schedule, r, ranks, op.stages)}
-    one = Sent(word=op.WORD, where="", kind=SEND, axes=(op.axis,), times=step.passes, size=None)
+    sent = Sent(word=op.WORD, where="", kind=SEND, axes=(op.axis,), times=step.passes, size=None)
     for stage, message in enumerate(messages(op, step)):
         ways = ((stage, stage + 1, message.there), (stage + 1, stage, message.back))
         for start, end, size in ways:
-            if home[stage] != home[stage + 1] and start in own:
-                yield replace(one, where=f"stage {start} -> {end}", size=size)
+            if home[stage] != home[stage + 1] and start in stages:
+                yield replace(sent, where=f"stage {start} -> {end}", size=size)
     held: dict[frozenset[int], int] = {}
-    for some in op.shares:  # each rank that holds one sends its gradient to the others
-        places = frozenset(home[stage] for stage in some.stages)
-        held[places] = held.get(places, 0) + len(some.parameters)
-        times = _pairs(places, {home[stage] for stage in own})
-        for name in some.parameters if times else ():
-            size = _shard(name, some.modules, step)
-            yield replace(one, where=name, times=times, size=size)
+    for shared in op.shares:  # each rank that holds one sends its gradient to the others
+        places = frozenset(home[stage] for stage in shared.stages)
+        held[places] = held.get(places, 0) + len(shared.parameters)
+        times = _pairs(places, {home[stage] for stage in stages})
+        for name in shared.parameters if times else ():
+            size = _shard(name, shared.modules, step)
+            yield replace(sent, where=name, times=times, size=size)
     for places, count in held.items():  # an int32 for each: whether a rank has a gradient
-        times = _pairs(places, {home[stage] for stage in own})
+        times = _pairs(places, {home[stage] for stage in stages})
         where = f"who has gradients of {count} shared parameter{'s' * (count > 1)}"
-        yield replace(one, where=where, times=times, size=4 * count)
+        yield replace(sent, where=where, times=times, size=4 * count)
 
 
-def _pairs(holders: Set[int], own: Set[int]) -> int:
+def _pairs(holders: Set[int], senders: Set[int]) -> int:
     """The messages that some ranks send where each holder sends one to each other."""
-    return len(holders & own) * (len(holders) - 1)
+    return len(holders & senders) * (len(holders) - 1)
 
 
 def _shard(name: str, modules: tuple[Modules, ...], step: Step) -> int | None:
     """Bytes of a rank's part of a shared parameter's gradient."""
     path, _, last = name.rpartition(".")
-    every = (*modules, *(o.modules for o in step.backward.every))
-    owner = next((m for m in every if m.has(path)), None)
-    found = owner.module.parameter(last) if owner else None
-    if found is None:
+    candidates = (*modules, *(o.modules for o in step.backward.owners))
+    owner = next((m for m in candidates if m.has(path)), None)
+    parameter = owner.module.parameter(last) if owner else None
+    if parameter is None:
         return None
     split = [s for o in step.lowered.styles if o.modules.has(path) for s in o.shapes]
-    local = next((prod(s.local) for s in split if s.name == last), found.numel)
+    local = next((prod(s.local) for s in split if s.name == last), parameter.numel)
     ranks = next((step.lowered.axis_size(*o.shard) for o in step.lowered.fsdp_units), 1)
-    return local // ranks * DTYPE_BYTES[found.dtype]
+    return local // ranks * DTYPE_BYTES[parameter.dtype]
 
 
 def _are_sharded(step: Step) -> bool:

@@ -110,8 +110,8 @@ class Groups:
         self.lowered = lowered
         self.known: dict[frozenset[int], tuple[str, ...]] = {}
         axes = [(a.name, a.size, lowered.stride(a.name)) for a in lowered.axes if a.size > 1]
-        for some in _subsets(axes):
-            self._add(some, axes)
+        for subset in _subsets(axes):
+            self._add(subset, axes)
         if experts := lowered.experts:
             inner = [a for a in axes if a[0] in experts.axes]
             ranks = [*_along(inner)]
@@ -121,10 +121,10 @@ class Groups:
             ):
                 self._add_experts(name, size, stride, ranks, [a for a in axes if a not in inner])
 
-    def _add(self, some: Sequence[Any], axes: Sequence[Any]) -> None:
-        names = tuple(name for name, _, _ in some)
-        for start in _along([axis for axis in axes if axis not in some]):
-            self.known.setdefault(frozenset(start + at for at in _along(some)), names)
+    def _add(self, subset: Sequence[Any], axes: Sequence[Any]) -> None:
+        names = tuple(name for name, _, _ in subset)
+        for start in _along([axis for axis in axes if axis not in subset]):
+            self.known.setdefault(frozenset(start + at for at in _along(subset)), names)
 
     def _add_experts(
         self, name: str, size: int, stride: int, ranks: list[int], others: Sequence[Any]
@@ -162,12 +162,12 @@ def calls(
 ) -> Iterator[RankCall]:
     """The calls of a rank in a step, as `planc.runtime.collectives` notes them."""
     ops = lowered.stages[pipeline_rank_of(lowered, rank)].ops
-    for number, one in enumerate(noted):
-        ranks = tuple(one.get("ranks", ()))
-        made = RankCall(
-            **{**one, "ranks": ranks}, rank=rank, number=number, axes=groups.axes(ranks)
+    for number, fields in enumerate(noted):
+        ranks = tuple(fields.get("ranks", ()))
+        call = RankCall(
+            **{**fields, "ranks": ranks}, rank=rank, number=number, axes=groups.axes(ranks)
         )
-        yield _with_op(made, ops)
+        yield _with_op(call, ops)
 
 
 def _with_op(call: RankCall, ops: Sequence[Op]) -> RankCall:

@@ -86,7 +86,7 @@ def orders(
     """The passes of each rank, in order; `rows` are the schedule of a file."""
     if rows:
         owned = (stages_of_rank(schedule, i, ranks, ranks * chunks) for i in range(ranks))
-        return [[*_passes(row, own)] for row, own in zip(rows, owned, strict=True)]
+        return [[*_passes(row, stages)] for row, stages in zip(rows, owned, strict=True)]
     if schedule in SCHEDULES:
         return [order(schedule, rank, ranks, chunks, micro_batches) for rank in range(ranks)]
     key = entry_name("schedule 1", f"{schedule} {ranks} {chunks} {micro_batches}")

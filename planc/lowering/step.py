@@ -170,7 +170,7 @@ class Step:
 
     @property
     def knows_trained(self) -> bool:
-        return bool(self.backward.every)
+        return bool(self.backward.owners)
 
     @property
     def skips_blocks(self) -> bool:
