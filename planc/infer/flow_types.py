@@ -82,12 +82,12 @@ class Tried(NamedTuple):
 
 
 class Met(NamedTuple):
-    """A whole tensor that meets a varying one in an operation; `own`: a weight of the module."""
+    """A whole tensor that meets a varying one in an operation; `is_weight`: of the module."""
 
     tensor: int
     varying: int
     line: int
-    own: bool
+    is_weight: bool
 
 
 class CutOutput(NamedTuple):

@@ -18,22 +18,22 @@ def gradient_sums(of: FlowOperations, state: State) -> Iterator[FoundRule]:
     """
     flow, stated, splits = of.flow, of.stated, of.splits
     slices, seen = dict[int, int](), set[int]()
-    waiting = [(met.tensor, met) for met in state.met if not met.own]
+    waiting = [(met.tensor, met) for met in state.met if not met.is_weight]
     while waiting:
         tensor, met = waiting.pop()
         if tensor in seen or tensor not in flow.live:
             continue
         seen.add(tensor)
         weights = tuple(dict.fromkeys(call.name for call in of.sources(met.varying, state)))
-        found = FoundRule("", st.Replicated(summed=True), _REASON, weights, met.line)
+        sum_rule = FoundRule("", st.Replicated(summed=True), _REASON, weights, met.line)
         if tensor in flow.weights:
             holder, _, name = flow.weights[tensor].rpartition(".")
             layouts = ((name, st.ParameterLayout(layout=Replicate())),)
-            yield found._replace(module=holder, style=st.Parameters(layouts=layouts))
+            yield sum_rule._replace(module=holder, style=st.Parameters(layouts=layouts))
             continue
-        made = of.makers.get(tensor, [])
-        calls = [e for e in made if isinstance(e, FlowCall)]
-        for event in calls[:1] or made[:1]:
+        makers = of.makers.get(tensor, [])
+        calls = [e for e in makers if isinstance(e, FlowCall)]
+        for event in calls[:1] or makers[:1]:
             if isinstance(event, Operation):
                 waiting += ((t, met) for t in event.inputs)
                 if len(event.inputs) == 1 and event.name in _SLICES:
@@ -46,9 +46,9 @@ def gradient_sums(of: FlowOperations, state: State) -> Iterator[FoundRule]:
                 rope = slices.get(tensor, flow.shapes[tensor][-1])
                 beside = tuple(_rest_consumers(flow, tensor, rope))
                 style = st.MlaKv(rope=rope)
-                yield found._replace(module=event.name, style=style, beside=beside)
+                yield sum_rule._replace(module=event.name, style=style, beside=beside)
             elif event.name not in splits:
-                yield found._replace(module=event.name)
+                yield sum_rule._replace(module=event.name)
                 waiting += ((t, met) for t in event.input_tensors)
 
 

@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
 
     tensors: list[int]
     kinds: list[Held]
-    own: set[int]
+    weights: set[int]
 
     def of_kind(self, kind: Held) -> list[int]:
         """The tensors of a kind."""
@@ -50,8 +50,8 @@ class FlowOperations:
 
     def __init__(self, flow: DataFlow, splits: Styles, stated: Styles) -> None:
         self.flow = flow
-        self.splits = {flow.alias.get(name, name): some for name, some in splits.items()}
-        self.stated = {flow.alias.get(name, name): some for name, some in stated.items()}
+        self.splits = {flow.alias.get(name, name): rules for name, rules in splits.items()}
+        self.stated = {flow.alias.get(name, name): rules for name, rules in stated.items()}
         self.ruled = {*self.splits, *self.stated}
         self.above = {""}
         for name in self.ruled:
@@ -89,82 +89,89 @@ class FlowOperations:
         return event.adds and both
 
     def operations(
-        self, some: Sequence[Operation], state: State, own: set[int], around: Around
+        self, operations: Sequence[Operation], state: State, weights: set[int], around: Around
     ) -> State:
-        """Some operations; what is made of the module's own weights alone counts as one (`own`)."""
-        if not own and all(self.plain(one, state) for one in some):  # of most models most are
+        """Interprets operations. The outputs of operations on `weights` alone are added to them."""
+        # of most models most are
+        if not weights and all(self.plain(operation, state) for operation in operations):
             return state
         kinds, dims, met, work = dict(state.kinds), dict(state.dims), [*state.met], state.work
         cuts = [*state.cuts]
-        for one in some:
-            real = [t for t in one.inputs if not self.flow.scalar(t) or t in own]
-            if own and real and all(t in own for t in real):
-                own.update(one.outputs)
+        for operation in operations:
+            real = [t for t in operation.inputs if not self.flow.scalar(t) or t in weights]
+            if weights and real and all(t in weights for t in real):
+                weights.update(operation.outputs)
                 continue
             have = [kinds.get(t, Held.WHOLE) for t in real]
-            given = Inputs(real, have, own)
-            first = have[0] if have and one.inputs[0] == real[0] else Held.WHOLE
-            writes = one.in_place and first in (Held.WHOLE, Held.VARYING)
-            if writes and self.fresh(one.inputs[0], around):
-                why = f"`{one.name.strip('_')}` writes into the local output of a style"
-                raise Clash(why, one.line, mixed=real, rules=self.givers_of(*real))
-            self.check(one, given, dims)
+            given = Inputs(real, have, weights)
+            first = have[0] if have and operation.inputs[0] == real[0] else Held.WHOLE
+            writes = operation.in_place and first in (Held.WHOLE, Held.VARYING)
+            if writes and self.fresh(operation.inputs[0], around):
+                why = f"`{operation.name.strip('_')}` writes into the local output of a style"
+                raise Clash(why, operation.line, mixed=real, rules=self.givers_of(*real))
+            self.check(operation, given, dims)
             result = next((k for k in (Held.PART, Held.VARYING, Held.GATHERED) if k in have), None)
             if result is Held.PART:
                 # a sum of residuals
                 twice = have.count(Held.PART) > 1
-                work += twice and self.flow.shapes[one.outputs[0]][-1] == self.flow.width
+                work += twice and self.flow.shapes[operation.outputs[0]][-1] == self.flow.width
             elif result is Held.VARYING:
                 varying = given.of_kind(Held.VARYING)[0]
-                if one.name in _CUTS and self.shorter(one, varying, dims.get(varying)):
-                    cuts.append(CutOutput(varying, one.line))
-                met += (Met(t, varying, one.line, t in own) for t in given.of_kind(Held.WHOLE))
-                self.follow(one, given, dims)
-            kinds.update(dict.fromkeys(one.outputs, result or Held.WHOLE))
+                if operation.name in _CUTS and self.shorter(operation, varying, dims.get(varying)):
+                    cuts.append(CutOutput(varying, operation.line))
+                met += (
+                    Met(t, varying, operation.line, t in weights) for t in given.of_kind(Held.WHOLE)
+                )
+                self.follow(operation, given, dims)
+            kinds.update(dict.fromkeys(operation.outputs, result or Held.WHOLE))
         return replace(state, kinds=kinds, dims=dims, met=tuple(met), cuts=tuple(cuts), work=work)
 
-    def plain(self, one: Operation, state: State) -> bool:
+    def plain(self, operation: Operation, state: State) -> bool:
         """Whether an operation makes whole tensors of whole ones, and writes into none."""
-        return not one.in_place and all(state.kind(t) is Held.WHOLE for t in one.inputs)
+        return not operation.in_place and all(state.kind(t) is Held.WHOLE for t in operation.inputs)
 
-    def shorter(self, one: Operation, tensor: int, dim: int | None) -> bool:
+    def shorter(self, operation: Operation, tensor: int, dim: int | None) -> bool:
         """Whether the outputs of an operation have a part of a tensor's dim."""
-        before, after = self.flow.shapes[tensor], self.flow.shapes[one.outputs[0]]
+        before, after = self.flow.shapes[tensor], self.flow.shapes[operation.outputs[0]]
         return dim is not None and len(after) == len(before) and after[dim] < before[dim]
 
-    def check(self, one: Operation, given: Inputs, dims: Mapping[int, int | None]) -> None:
+    def check(self, operation: Operation, given: Inputs, dims: Mapping[int, int | None]) -> None:
         """Raises a clash where the inputs of an operation do not go together."""
-        name, have, parts = one.name.strip("_"), {*given.kinds}, given.of_kind(Held.PART)
-        others = [t for t in given.tensors if t not in parts and t not in given.own]
+        name, have, parts = operation.name.strip("_"), {*given.kinds}, given.of_kind(Held.PART)
+        others = [t for t in given.tensors if t not in parts and t not in given.weights]
         why, cut, at_fault = "", list[int](), given.tensors
         if parts and others:
             shape, cut = list(self.flow.shapes[others[0]]), others
             why = f"`{name}` gets a sequence shard and a plain tensor {shape}"
-        elif parts and not one.tokenwise:
+        elif parts and not operation.tokenwise:
             why = f"`{name}` mixes tokens"
         elif not parts and Held.GATHERED in have and {Held.VARYING, Held.WHOLE} & have:
             why = f"`{name}` takes a DTensor and a plain tensor"
-        elif not parts and Held.VARYING in have and self.unequal(one, given, dims):
+        elif not parts and Held.VARYING in have and self.unequal(operation, given, dims):
             why = f"`{name}` takes what is split over the ranks, and all of what goes with it"
             at_fault = given.of_kind(Held.VARYING)  # hidden states come from every block before
         if why:
             split = self.givers_of(*at_fault)
             both = self.givers_of(*given.tensors)
             rules = tuple(name for name in both if name in split or name in self.stated)
-            raise Clash(why, one.line, cut=cut, whole=parts, rules=rules)
+            raise Clash(why, operation.line, cut=cut, whole=parts, rules=rules)
 
-    def unequal(self, one: Operation, given: Inputs, dims: Mapping[int, int | None]) -> bool:
+    def unequal(self, operation: Operation, given: Inputs, dims: Mapping[int, int | None]) -> bool:
         """Whether an elementwise operation has one input split along a dim, and another not. With
         the module's own weights it is right where a style makes DTensors of both.
         """
-        masks = 3 if one.name == "scaled_dot_product_attention" else None  # behind q, k and v
+        masks = 3 if operation.name == "scaled_dot_product_attention" else None  # behind q, k and v
         real = given.tensors[:masks]
-        if one.in_place or one.name == "type_as" or not self.elementwise(one, real):
+        if (
+            operation.in_place
+            or operation.name == "type_as"
+            or not self.elementwise(operation, real)
+        ):
             return False
         split: dict[int, set[bool]] = {}
         for tensor, kind in zip(real, given.kinds, strict=False):
             at = dims.get(tensor) if kind is Held.VARYING else -1
-            if at is None or tensor in given.own:
+            if at is None or tensor in given.weights:
                 return False
             shape = self.flow.shapes[tensor]
             for i, size in enumerate(shape):
@@ -172,11 +179,11 @@ class FlowOperations:
                     split.setdefault(len(shape) - i, set()).add(i == at)
         return any(len(both) > 1 for both in split.values())
 
-    def elementwise(self, one: Operation, real: Iterable[int]) -> bool:
+    def elementwise(self, operation: Operation, real: Iterable[int]) -> bool:
         """Whether an operation gives its inputs' shapes, broadcast."""
         back = (self.flow.shapes[t][::-1] for t in real)
         whole = tuple(max(sizes) for sizes in zip_longest(*back, fillvalue=1))
-        return len(one.outputs) == 1 and whole[::-1] == self.flow.shapes[one.outputs[0]]
+        return len(operation.outputs) == 1 and whole[::-1] == self.flow.shapes[operation.outputs[0]]
 
     def givers_of(self, *tensors: int) -> tuple[str, ...]:
         """The modules with rules whose outputs reach tensors by operations and plain modules."""
@@ -197,19 +204,19 @@ class FlowOperations:
                 else:
                     waiting += event.inputs if isinstance(event, Operation) else event.input_tensors
 
-    def follow(self, one: Operation, given: Inputs, dims: dict[int, int | None]) -> None:
+    def follow(self, operation: Operation, given: Inputs, dims: dict[int, int | None]) -> None:
         """Records the split dim of a varying input in the outputs of an operation."""
         varying = given.of_kind(Held.VARYING)
         source = next((t for t in varying if dims.get(t) is not None), None)
-        for out in one.outputs:
+        for out in operation.outputs:
             at = dims[source] if source is not None else None
             length = len(self.flow.shapes[out])
             if at is not None and source is not None:
                 longer = length - len(self.flow.shapes[source])
-                if one.moves is not None:
-                    at = one.moves.get(at)
+                if operation.moves is not None:
+                    at = operation.moves.get(at)
                 elif longer:  # broadcast, or stacked along any dim
-                    at = at + longer if self.elementwise(one, given.tensors) else None
+                    at = at + longer if self.elementwise(operation, given.tensors) else None
             dims[out] = at if at is not None and 0 <= at < length else None
 
     def fresh(self, tensor: int, around: Around) -> bool:
@@ -217,11 +224,11 @@ class FlowOperations:
         into what a style returns.
         """
         while True:
-            made = self.makers.get(tensor, ())
-            calls = [e for e in made if isinstance(e, FlowCall)]
+            makers = self.makers.get(tensor, ())
+            calls = [e for e in makers if isinstance(e, FlowCall)]
             if any(self.is_wrapped(e) or around.forced.get(e.name) is Held.WHOLE for e in calls):
                 return True
-            rest = [e for e in made if not (isinstance(e, Operation) and e.in_place)]
+            rest = [e for e in makers if not (isinstance(e, Operation) and e.in_place)]
             if not rest or not isinstance(rest[0], Operation) or rest[0].name not in VIEWS:
                 return False
             tensor = rest[0].inputs[0]
@@ -258,18 +265,22 @@ class FlowOperations:
     def input(
         self,
         call: FlowCall,
-        some: Sequence[tuple[str, int]],
+        inputs: Sequence[tuple[str, int]],
         change: Callable[[int], Redistribution],
         reason: str,
         *,
         local: bool = False,
     ) -> FoundRule:
-        given = {key: change(tensor) for key, tensor in some}
+        given = {key: change(tensor) for key, tensor in inputs}
         last = max((int(key) for key in given if key.isdecimal()), default=-1)
         length = max(last + 1, call.positional) if last >= 0 else 0
         style = st.Input(
             positional=tuple(given.get(str(i)) for i in range(length)),
-            named=tuple((key, one) for key, one in given.items() if not key.isdecimal()),
+            named=tuple(
+                (key, redistribution)
+                for key, redistribution in given.items()
+                if not key.isdecimal()
+            ),
             local=local,
         )
         return FoundRule(call.name, style, reason, self.split_in(call), call.line)

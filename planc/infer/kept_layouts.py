@@ -43,29 +43,29 @@ def layouts_of(flow: DataFlow, known: Known, *, sequence: bool) -> Layouts | Cla
             flow.memo["text"] = encode(flow)
         parts = (flow.memo["text"], repr(known), str(sequence))
         key = cache.entry_name("layouts", *parts, sources=_sources())
-        found = _decode(cache.recall(key))
-        if found is None:
+        layouts = _decode(cache.recall(key))
+        if layouts is None:
             try:
-                found = infer(flow, dict(known[0]), dict(known[1]), sequence=sequence)
+                layouts = infer(flow, dict(known[0]), dict(known[1]), sequence=sequence)
             except Clash as clash:
-                found = clash
-            cache.keep(key, _encode(found))
-        flow.memo[memo] = found
+                layouts = clash
+            cache.keep(key, _encode(layouts))
+        flow.memo[memo] = layouts
     kept: Layouts | Clash = flow.memo[memo]
     return kept
 
 
-def _encode(found: Layouts | Clash) -> dict[str, Any]:
-    if isinstance(found, Clash):
-        return {"clash": [str(found), found.line, found.rules]}
-    styles = list(dict.fromkeys(rule.style for rule in found.rules))
+def _encode(layouts: Layouts | Clash) -> dict[str, Any]:
+    if isinstance(layouts, Clash):
+        return {"clash": [str(layouts), layouts.line, layouts.rules]}
+    styles = list(dict.fromkeys(rule.style for rule in layouts.rules))
     return {
         "styles": [dump(style, _STYLE) for style in styles],
-        "rules": [rule._replace(style=styles.index(rule.style)) for rule in found.rules],  # type: ignore[arg-type]
-        "parts": [found.parts, found.sums],
-        "around": found.around,
-        "why": found.why,
-        "cuts": found.cuts,
+        "rules": [rule._replace(style=styles.index(rule.style)) for rule in layouts.rules],  # type: ignore[arg-type]
+        "parts": [layouts.parts, layouts.sums],
+        "around": layouts.around,
+        "why": layouts.why,
+        "cuts": layouts.cuts,
     }
 
 
@@ -75,7 +75,7 @@ def _decode(data: Any) -> Layouts | Clash | None:
             why, line, rules = data["clash"]
             return Clash(why, line, rules=rules)
         reader = Reader()
-        styles = [reader.load(one, _STYLE) for one in data["styles"]]
+        styles = [reader.load(style, _STYLE) for style in data["styles"]]
         return Layouts(
             rules=tuple(
                 FoundRule(module, styles[at], reason, tuple(weights), line, tuple(beside))

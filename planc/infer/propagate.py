@@ -283,13 +283,13 @@ class _Inference(FlowOperations):
             raise Clash(why, call.line, rules=self.givers_of(source))
         after = self.run_body(call, state, around)
         new = after.met[len(state.met) :]
-        if not any(met.own for met in new):
+        if not any(met.is_weight for met in new):
             return after
         dim = state.dims.get(source)
         same = many == 1 and dim is not None and len(call.arguments) == 1
         style = st.Sequence(dim=dim or 0, local=True) if same else st.Replicated(summed=True)
         # the call's outputs keep their kinds; the walk back from what met is the style's
-        others = (*state.met, *(met for met in new if not met.own))
+        others = (*state.met, *(met for met in new if not met.is_weight))
         reason = "its whole weights are applied to what each rank has of its own"
         weights = tuple(dict.fromkeys(c.name for c in self.sources(source, state)))
         rule = FoundRule(call.name, style, reason, weights, call.line)

@@ -31,22 +31,22 @@ def choose_shard_dims(plan: Plan, facts: Facts, sink: Sink) -> Plan:
         return plan
     if all(part.shard_dim != AUTO for part in section.parts):
         return plan
-    found = list(owned_modules(plan, facts))
-    units = tuple(_with_shard_dim(u, found, section, plan, sink) for u in section.units)
-    spreads = tuple(_with_shard_dim(s, found, section, plan, sink) for s in section.spreads)
+    assignments = list(owned_modules(plan, facts))
+    units = tuple(_with_shard_dim(u, assignments, section, plan, sink) for u in section.units)
+    spreads = tuple(_with_shard_dim(s, assignments, section, plan, sink) for s in section.spreads)
     return replace(plan, fsdp=replace(section, units=units, spreads=spreads))
 
 
 def _with_shard_dim(
-    part: UnitOrSpread, found: list[Owned], section: Fsdp, plan: Plan, sink: Sink
+    part: UnitOrSpread, assignments: list[Owned], section: Fsdp, plan: Plan, sink: Sink
 ) -> UnitOrSpread:
     if part.shard_dim != AUTO:
         return part
     ranks = plan.mesh.size(*section.axes(part)[0])
-    own = dict(placed_parameters(part, found, plan))
-    dim = even_dim(list(own.values()), ranks)
+    shapes = dict(placed_parameters(part, assignments, plan))
+    dim = even_dim(list(shapes.values()), ranks)
     if dim is None:
-        short = [(n, s) for n, s in own.items() if len(s) > 1 and s[0] < ranks]
+        short = [(n, s) for n, s in shapes.items() if len(s) > 1 and s[0] < ranks]
         sink.error(
             "PL382",
             f"`shard_dim = auto` finds no dim to split over {ranks:,} ranks",
