@@ -65,9 +65,9 @@ def expert_of(tensor: HubTensor, end: str, parts: Sequence[str]) -> tuple[str, i
     """
     owner = end.rpartition(".")[0]
     while owner:
-        before, found, rest = f".{tensor.module}".partition(f".{owner}.")
+        before, owner_mark, rest = f".{tensor.module}".partition(f".{owner}.")
         number, _, part = rest.partition(".")
-        if found and number.isdecimal() and part in parts:
+        if owner_mark and number.isdecimal() and part in parts:
             inner = end if tensor.leaf == "weight" else end.removesuffix("weight") + tensor.leaf
             return f"{before}.{inner}".removeprefix("."), int(number), part
         owner = owner.rpartition(".")[0]

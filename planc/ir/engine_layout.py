@@ -294,10 +294,10 @@ class EngineLayout(EngineTensors):
     ) -> None:
         """Adds the slices of one dim that each rank of tp has; None for all of the tensor."""
         tp, size = self.serving.tp, self.serving.size
-        every = tuple(range(size))
+        tp_ranks = tuple(range(size))
         by_slices: dict[_Slices | None, list[int]] = {}
         for t in range(tp):
-            by_slices.setdefault(slices(t), []).extend(every[t::tp])
+            by_slices.setdefault(slices(t), []).extend(tp_ranks[t::tp])
         for part, ranks in by_slices.items():
             box = [(0, n) for n in tensor.shape]
             local = list(box)
@@ -315,4 +315,4 @@ class EngineLayout(EngineTensors):
             )
             self.hold(tensor, patch, sorted(ranks))
         if hold:
-            self.add_tensor(tensor, key, shape, every)
+            self.add_tensor(tensor, key, shape, tp_ranks)

@@ -29,15 +29,15 @@ def expert_styles(plan: Plan) -> list[TensorRule]:
 
 def expert_count(module: Module) -> int | None:
     """The number of fused experts of a module; None for any other module."""
-    found = module.fact(FUSED_EXPERTS)
-    return module.fact(BATCHED_EXPERTS) if found is None else found
+    count = module.fact(FUSED_EXPERTS)
+    return module.fact(BATCHED_EXPERTS) if count is None else count
 
 
 def fullest(plan: Plan, imbalance: float) -> float:
     """The most tokens that the experts of one rank take, as a multiple of the mean over ranks."""
     limits = [rule.capacity for rule in dividing(plan)]
-    some = [one for one in limits if one is not None]
-    return min(imbalance, max(some)) if some and None not in limits else imbalance
+    known_limits = [limit for limit in limits if limit is not None]
+    return min(imbalance, max(known_limits)) if known_limits and None not in limits else imbalance
 
 
 def splits_divided(rule: TensorRule, plan: Plan) -> bool:

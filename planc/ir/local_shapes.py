@@ -37,14 +37,14 @@ def local_slices(
     for rule in rules if shape else ():
         if split := rule.split(parameter):
             dims.setdefault(split.dim, []).append((split, plan.mesh.size(rule.axis)))
-    found = {}
+    slices = {}
     for dim, splits in dims.items():
         packed = next((split for split, _ in splits if split.is_packed), None)
         sizes = part_sizes(packed, shape[dim]) if packed else (shape[dim],)
         for _, count in splits:
             sizes = tuple(-(-size // count) for size in sizes)
-        found[dim] = sizes
-    return found
+        slices[dim] = sizes
+    return slices
 
 
 def splitting(plan: Plan) -> list[TensorRule]:
@@ -68,24 +68,27 @@ def split_by_rules(
     parts: list[tuple[Modules, tuple[Rule, ...]]] = [(modules, ())]
     for rule in rules:
         split = []
-        for part, found in parts:
+        for part, rules_of_part in parts:
             both = part.overlap(rule.modules)
             if both is None:
-                split.append((part, found))
+                split.append((part, rules_of_part))
             else:
-                split += [(both, (*found, rule)), *((rest, found) for rest in part.minus(both))]
+                split += [
+                    (both, (*rules_of_part, rule)),
+                    *((rest, rules_of_part) for rest in part.minus(both)),
+                ]
         parts = split
     return parts
 
 
 def placed_parameters(
-    part: Unit | SpreadRule, found: list[Owned], plan: Plan
+    part: Unit | SpreadRule, assignments: list[Owned], plan: Plan
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(name, shape after tensor parallelism) of the parameters that a unit or spread places."""
     rules = splitting(plan)
-    for own in found:
-        if (own.spread or own.unit) is not part or own.unit is None:
+    for assignment in assignments:
+        if (assignment.spread or assignment.unit) is not part or assignment.unit is None:
             continue
-        for modules, found_rules in split_by_rules(own.modules, rules):
+        for modules, found_rules in split_by_rules(assignment.modules, rules):
             for parameter in modules.module.parameters:
                 yield f"{modules}.{parameter.name}", local_shape(parameter, found_rules, plan)

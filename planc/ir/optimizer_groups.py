@@ -31,14 +31,14 @@ def is_matrix(modules: Modules, parameter: Parameter) -> bool:
 
 def steps_of(plan: Plan, facts: Facts) -> Iterator[Stepped]:
     """Every trainable parameter with its rule: the innermost one around it that takes it."""
-    for own in owned_modules(plan, facts):
-        yield from _of_owner(own, own.modules, plan)
+    for assignment in owned_modules(plan, facts):
+        yield from _of_owner(assignment, assignment.modules, plan)
 
 
-def _of_owner(own: Owned, modules: Modules, plan: Plan) -> Iterator[Stepped]:
+def _of_owner(assignment: Owned, modules: Modules, plan: Plan) -> Iterator[Stepped]:
     for piece, rule, other in rules_around(modules, plan):
         for p in piece.module.parameters:
-            if own.trains(p):
+            if assignment.trains(p):
                 chosen = rule if is_matrix(piece, p) else other
                 yield Stepped(modules=piece, parameter=p, rule=chosen)
 
@@ -48,10 +48,10 @@ def cut_rows(plan: Plan, facts: Facts) -> Iterator[tuple[Stepped, OptimizerRule,
     and the sizes of the slices that a rank has of a row.
     """
     rules, section = splitting(plan), plan.fsdp
-    for own in owned_modules(plan, facts):
-        placement = own.spread or own.unit
-        for part, styles in split_by_rules(own.modules, rules):
-            for step in _of_owner(own, part, plan):
+    for assignment in owned_modules(plan, facts):
+        placement = assignment.spread or assignment.unit
+        for part, styles in split_by_rules(assignment.modules, rules):
+            for step in _of_owner(assignment, part, plan):
                 rule, shape = step.rule, step.parameter.shape
                 if rule is None or not rule.op.in_eight_bits(shape):
                     continue
@@ -68,9 +68,9 @@ def rules_around(
     modules: Modules, plan: Plan
 ) -> Iterator[tuple[Modules, OptimizerRule | None, OptimizerRule | None]]:
     """The modules, divided by the rules for their matrices and for their other parameters."""
-    every = inner_first([(rule.modules, rule) for rule in plan.optimizer])
-    others = [(m, rule) for m, rule in every if not isinstance(rule.op.algorithm, Muon)]
-    for part, rule in divided_by(modules, every):
+    rules = inner_first([(rule.modules, rule) for rule in plan.optimizer])
+    others = [(m, rule) for m, rule in rules if not isinstance(rule.op.algorithm, Muon)]
+    for part, rule in divided_by(modules, rules):
         for piece, other in divided_by(part, others):
             yield piece, rule, other
 

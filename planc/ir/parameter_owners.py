@@ -39,12 +39,12 @@ _LAST: list[tuple[Plan, Facts, tuple[Owned, ...]]] = []
 
 def owned_modules(plan: Plan, facts: Facts) -> tuple[Owned, ...]:
     """Every module that has parameters of its own, in the order of the model."""
-    for asked, model, found in _LAST:
+    for asked, model, assignments in _LAST:
         if asked is plan and model is facts:
-            return found
-    found = tuple(_find_owners(plan, facts))
-    _LAST[:] = [(plan, facts, found)]
-    return found
+            return assignments
+    assignments = tuple(_find_owners(plan, facts))
+    _LAST[:] = [(plan, facts, assignments)]
+    return assignments
 
 
 def _find_owners(plan: Plan, facts: Facts) -> Iterator[Owned]:
@@ -59,11 +59,11 @@ def _find_owners(plan: Plan, facts: Facts) -> Iterator[Owned]:
         if not modules.module.parameters:
             continue
         for part, training in divided_by(modules, trained):
-            for own, ignore in divided_by(part, kept):
+            for subset, ignore in divided_by(part, kept):
                 if ignore is not None:
-                    yield Owned(modules=own, ignored=ignore, training=training)
+                    yield Owned(modules=subset, ignored=ignore, training=training)
                     continue
-                for piece, unit, spread in _by_placement(own, members, placed):
+                for piece, unit, spread in _by_placement(subset, members, placed):
                     yield Owned(modules=piece, unit=unit, spread=spread, training=training)
 
 
@@ -76,11 +76,11 @@ def stepped_dtypes(plan: Plan, facts: Facts) -> dict[str, int]:
     backend = plan.fsdp.backend if plan.fsdp else None
     main = backend.optimizer_dtype if backend else None
     counts: dict[str, int] = {}
-    for own in owned_modules(plan, facts):
-        for parameter in own.modules.module.parameters:
-            if own.trains(parameter):
+    for assignment in owned_modules(plan, facts):
+        for parameter in assignment.modules.module.parameters:
+            if assignment.trains(parameter):
                 dtype = main or plan.dtype(parameter)
-                counts[dtype] = counts.get(dtype, 0) + parameter.numel * len(own.modules)
+                counts[dtype] = counts.get(dtype, 0) + parameter.numel * len(assignment.modules)
     return counts
 
 
@@ -93,11 +93,11 @@ def _by_placement(
 
     A unit's own placement wins over a `spread` on the unit or on an ancestor.
     """
-    for piece, own in divided_by(modules, placed):
-        if isinstance(own, SpreadRule):
-            yield from ((part, unit, own) for part, unit in divided_by(piece, units))
+    for piece, placement in divided_by(modules, placed):
+        if isinstance(placement, SpreadRule):
+            yield from ((part, unit, placement) for part, unit in divided_by(piece, units))
         else:
-            yield piece, own, None
+            yield piece, placement, None
 
 
 def inner_first(around: Sequence[tuple[Modules, T]]) -> list[tuple[Modules, T]]:

@@ -35,14 +35,14 @@ class Patch:
 
     def part(self, box: Box) -> Box:
         """The place of a smaller block of the file's tensor in the rank's tensor."""
-        found = []
+        ranges = []
         for (start, stop), dim in zip(self.local, self.dims, strict=True):
             if dim is None:
-                found.append((start, stop))
+                ranges.append((start, stop))
             else:
                 first = start + box[dim][0] - self.box[dim][0]
-                found.append((first, first + box[dim][1] - box[dim][0]))
-        return tuple(found)
+                ranges.append((first, first + box[dim][1] - box[dim][0]))
+        return tuple(ranges)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +95,8 @@ class TransferSide:
 
     def tensors_of(self, rank: int) -> dict[str, RankTensor]:
         """The tensors of a rank, by their names."""
-        own = (one for one in self.tensors if rank in one.ranks)
-        return {one.key.format(*index): one for one in own for index in one.indices}
+        tensors = (tensor for tensor in self.tensors if rank in tensor.ranks)
+        return {tensor.key.format(*index): tensor for tensor in tensors for index in tensor.indices}
 
 
 def scale_name(weight: str) -> str:
@@ -109,15 +109,15 @@ def volume(box: Box) -> int:
     return prod(stop - start for start, stop in box)
 
 
-def overlap(one: Box, other: Box) -> Box | None:
+def overlap(first: Box, other: Box) -> Box | None:
     """The common elements of two blocks; None if there are none."""
-    found = []
-    for (a, b), (c, d) in zip(one, other, strict=True):
+    bounds = []
+    for (a, b), (c, d) in zip(first, other, strict=True):
         start, stop = max(a, c), min(b, d)
         if start >= stop:
             return None
-        found.append((start, stop))
-    return tuple(found)
+        bounds.append((start, stop))
+    return tuple(bounds)
 
 
 def subtract(box: Box, block: Box) -> Iterator[Box]:
@@ -152,7 +152,7 @@ def cover(boxes: Iterable[Box], box: Box) -> tuple[list[tuple[int, Box]], list[B
 
 def group_by_hub(held: Iterable[HeldPatch]) -> Mapping[str, list[HeldPatch]]:
     """The patches by the name of the file's tensor."""
-    found: dict[str, list[HeldPatch]] = {}
-    for one in held:
-        found.setdefault(one.patch.hub, []).append(one)
-    return found
+    patches: dict[str, list[HeldPatch]] = {}
+    for patch in held:
+        patches.setdefault(patch.patch.hub, []).append(patch)
+    return patches

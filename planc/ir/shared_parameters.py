@@ -24,7 +24,7 @@ def with_copies(op: Pipeline, facts: Facts) -> Pipeline:
         facts: the model with these modules.
     """
     held = [op.stage_modules(stage) for stage in range(op.stages)]
-    found: dict[tuple[int, ...], tuple[list[str], list[Modules]]] = {}
+    names_by_stages: dict[tuple[int, ...], tuple[list[str], list[Modules]]] = {}
     for names in facts.ties:
         owners = [facts.find(name)[0] for name in names]
         stages = tuple(
@@ -33,17 +33,17 @@ def with_copies(op: Pipeline, facts: Facts) -> Pipeline:
             if any(owner.is_within(part) for owner in owners for part in parts)
         )
         if len(stages) > 1:
-            parameters, modules = found.setdefault(stages, ([], []))
+            parameters, modules = names_by_stages.setdefault(stages, ([], []))
             parameters.append(names[0])
             modules += owners
-    ties, shared = found.pop((0, op.stages - 1), ([], []))
-    every = tuple(range(op.stages))
-    again = tuple(replace(some, stages=every) for some in op.copies if not some.modules)
+    ties, shared = names_by_stages.pop((0, op.stages - 1), ([], []))
+    all_stages = tuple(range(op.stages))
+    again = tuple(replace(copy, stages=all_stages) for copy in op.copies if not copy.modules)
     rest = (
         Copies(
             stages=stages, parameters=tuple(names), modules=tuple(merge_sets(dict.fromkeys(owners)))
         )
-        for stages, (names, owners) in found.items()
+        for stages, (names, owners) in names_by_stages.items()
     )
     return replace(
         op,

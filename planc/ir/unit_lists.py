@@ -17,12 +17,12 @@ def lists(plan: Plan, facts: Facts) -> tuple[tuple[Modules, ...], ...]:
     order: dict[tuple[str, ...], int] = {}
     for modules in facts.model.below():
         order.setdefault(modules.key, len(order))
-    found: dict[tuple[str, ...], list[Modules]] = {}
+    modules_by_list: dict[tuple[str, ...], list[Modules]] = {}
     for unit in plan.fsdp.units if plan.fsdp else ():
         first = unit.members[0]
         if not unit.group and first.list_at is not None:
-            found.setdefault(first.key[: first.list_at], []).append(first)
-    kept = [s for s in map(merge_sets, found.values()) if len(entries(s)) > 1]
+            modules_by_list.setdefault(first.key[: first.list_at], []).append(first)
+    kept = [s for s in map(merge_sets, modules_by_list.values()) if len(entries(s)) > 1]
     return tuple(tuple(sorted(s, key=lambda m: order.get(m.key, 0))) for s in kept)
 
 
