@@ -44,10 +44,10 @@ def accumulation(
     if global_batch % unit or not whole:
         raise _spread_error(global_batch, unit, ranks)
     passes = -(-(whole + (over > 0)) // (rows or global_batch))
-    own = whole + (data_rank < over)
+    local_units = whole + (data_rank < over)
     first = whole * data_rank + min(data_rank, over)
-    made = min(passes, own)
-    ends = [unit * (first + own * at // made) for at in range(made + 1)]
+    count = min(passes, local_units)
+    ends = [unit * (first + local_units * at // count) for at in range(count + 1)]
     parts = tuple(map(range, ends[:-1], ends[1:]))
     return Accumulation(global_batch=global_batch, passes=passes, parts=parts)
 

@@ -37,8 +37,8 @@ def import_error(requirement: Requirement) -> Exception | None:
 def function_of(call: calls.FunctionCall) -> Callable[..., Any]:
     """The function of a call; for a method, a function that calls it on its first argument."""
     if not call.function.startswith("."):
-        found: Callable[..., Any] = resolve(call.function)
-        return found
+        function: Callable[..., Any] = resolve(call.function)
+        return function
     method = attrgetter(call.function[1:])
     return lambda owner, *arguments, **keywords: method(owner)(*arguments, **keywords)
 
@@ -89,7 +89,7 @@ class Values:
             case calls.Table():
                 return {name: self.evaluate(entry) for name, entry in value.entries}
             case calls.Members():
-                return [self._modules[name] for some in value.sets for name in some.names()]
+                return [self._modules[name] for modules in value.sets for name in modules.names()]
             case calls.Numbered():
                 return list(self._numbered_modules(value))
             case calls.MeshOf():
@@ -105,10 +105,10 @@ class Values:
                 assert_never(value)
 
     def keywords(self, given: calls.Keywords) -> dict[str, Any]:
-        made: dict[str, Any] = {}
+        keywords: dict[str, Any] = {}
         for name, value in given:
-            made |= {name: self.evaluate(value)} if name else self.evaluate(value)
-        return made
+            keywords |= {name: self.evaluate(value)} if name else self.evaluate(value)
+        return keywords
 
     def _numbered_modules(self, value: calls.Numbered) -> Iterator[tuple[int, nn.Module]]:
         for index in entries((value.modules,)):

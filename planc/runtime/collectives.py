@@ -107,7 +107,7 @@ class Collectives(TorchDispatchMode):  # type: ignore[misc]
 
     def _record(self, kind: str, given: dict[str, Any]) -> dict[str, Any] | None:
         named = (given.get(name) for name in ("process_group", "group_name", "group"))
-        group = _group_of(next((one for one in named if one is not None), None))
+        group = _group_of(next((tensor for tensor in named if tensor is not None), None))
         if group is None:  # such as of what wraps a tensor that is waited for later
             return None
         ranks = distributed.get_process_group_ranks(group)
@@ -131,7 +131,7 @@ class Collectives(TorchDispatchMode):  # type: ignore[misc]
 
     def _where(self) -> dict[str, str]:
         """The module whose code or whose gradient runs, and the unit that FSDP works on."""
-        label = next((one for one in reversed(self.labels) if one.startswith("FSDP::")), "")
+        label = next((name for name in reversed(self.labels) if name.startswith("FSDP::")), "")
         unit = plain_name(label.partition("(")[2].removesuffix(")"), WRAPPERS) or ROOT * bool(label)
         node = torch._C._current_autograd_node()
         step, module = self.stepping(), ""
@@ -232,6 +232,6 @@ def _reduction(value: Any) -> str:
         return ""
     if isinstance(value, str):
         return value.lower()
-    found = getattr(value, "op", value)
-    found = found() if callable(found) else found
-    return _REDUCTIONS[int(found)] if int(found) < len(_REDUCTIONS) else str(found)
+    operator = getattr(value, "op", value)
+    operator = operator() if callable(operator) else operator
+    return _REDUCTIONS[int(operator)] if int(operator) < len(_REDUCTIONS) else str(operator)

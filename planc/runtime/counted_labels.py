@@ -121,19 +121,19 @@ class SeenLabels(TorchFunctionMode):  # type: ignore[misc]
             plain = labels is not None and _same(target, labels)
             shifted = labels is not None and _same_shifted(target, labels, ignored)
             if given is not None and _same(target, given):
-                found = NEXT if shifted else GIVEN_NEXT
-                return (UNCLEAR if plain else found), ignored
+                kind = NEXT if shifted else GIVEN_NEXT
+                return (UNCLEAR if plain else kind), ignored
             if plain or shifted:
-                found = PLAIN if plain else SHIFTED
-                return (UNCLEAR if plain and shifted else found), ignored
+                kind = PLAIN if plain else SHIFTED
+                return (UNCLEAR if plain and shifted else kind), ignored
         return UNSEEN, IGNORED
 
 
 def _same_shifted(target: Tensor, labels: Tensor, ignored: int) -> bool:
     next_ones = pad(labels, (0, 1), value=ignored)[..., 1:], labels[..., 1:]
-    return labels.dim() > 1 and any(_same(target, some) for some in next_ones)
+    return labels.dim() > 1 and any(_same(target, shifted) for shifted in next_ones)
 
 
 def _same(target: Tensor, labels: Tensor) -> bool:
-    own = labels.flatten().to(target.device)
-    return target.shape == own.shape and bool((target == own).all())
+    flat = labels.flatten().to(target.device)
+    return target.shape == flat.shape and bool((target == flat).all())

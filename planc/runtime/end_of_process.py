@@ -33,10 +33,10 @@ def _until_threads_rest() -> None:
 
 def _another_runs() -> bool:
     """Whether another thread of this process runs, or waits for a core. Only Linux tells."""
-    own = str(threading.get_native_id())
+    this_thread = str(threading.get_native_id())
     for thread in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # it has ended
-            if thread.name != own and _state(thread) == "R":
+            if thread.name != this_thread and _state(thread) == "R":
                 return True
     return False
 

@@ -153,7 +153,7 @@ def _require(model: nn.Module, lowered: Lowered, device: str, allow_code: bool) 
 
 
 def _code(lowered: Lowered, allowed: bool) -> None:
-    optimizers = {own.path for own in lowered.optimizer_classes}
+    optimizers = {optimizer_class.path for optimizer_class in lowered.optimizer_classes}
     for path in lowered.code:
         what, kind = ("optimizer", Optimizer) if path in optimizers else ("style", ParallelStyle)
         if not allowed:
@@ -161,7 +161,10 @@ def _code(lowered: Lowered, allowed: bool) -> None:
             help = "review it, then allow it: `planc.apply(..., allow_code=True)`"
             raise stop("PL172", message, help=help)
         try:
-            if not (isinstance(own := resolve(path), type) and issubclass(own, kind)):
+            if not (
+                isinstance(optimizer_class := resolve(path), type)
+                and issubclass(optimizer_class, kind)
+            ):
                 raise TypeError(f"it is not a {_KINDS[what]}")
         except Exception as error:
             text = f"{type(error).__name__}: {first_line(error)}"
@@ -196,8 +199,8 @@ def _prepare(
     try:
         start(device)
         shared = mesh_in_use(lowered, device)
-        own = known, sums.total if sums else "", shared is not None, metrics
-        modules, told = ready(model, lowered, digest, own)
+        local = known, sums.total if sums else "", shared is not None, metrics
+        modules, told = ready(model, lowered, digest, local)
         verdicts, totals, shares, asked = zip(*told, strict=True)
         known = strongest(verdicts)
         accept(known, require)
@@ -283,16 +286,16 @@ class Worker:
         ]
         for self.at in step.modules.names():
             for function, arguments, keywords in prepared:
-                made = function(self.modules[self.at], *arguments, **keywords)
+                module = function(self.modules[self.at], *arguments, **keywords)
             if step.replaces:
                 parent, _, last = self.at.rpartition(".")
-                self._inner(parent).register_module(last, made)
-                self.modules[self.at] = made
+                self._inner(parent).register_module(last, module)
+                self.modules[self.at] = module
 
     def _once(self, step: Once) -> None:
         first = step.call.arguments[0]
         if isinstance(first, Members):
-            self.at = f"[{', '.join(name for some in first.sets for name in some.names())}]"
+            self.at = f"[{', '.join(name for sets in first.sets for name in sets.names())}]"
         if not step.replaces:
             self._values.evaluate(step.call)
             return
@@ -300,7 +303,7 @@ class Worker:
         with quiet_imports(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about tied layers, and Conv1D, which peft handles
             self._values.evaluate(step.call)
-        for name in (name for some in step.replaces for name in some.names()):
+        for name in (name for sets in step.replaces for name in sets.names()):
             inner = self.model.get_submodule(name).named_modules()
             self.modules |= {f"{name}.{n}" if n else name: module for n, module in inner}
 

@@ -29,10 +29,10 @@ def balance(model: nn.Module, loads: Mapping[str, Sequence[int]], rate: float) -
         ValueError: no router beside these experts has a bias.
     """
     modules = named_modules(model)
-    found = [(bias, counts) for n, counts in loads.items() for bias in _router_biases(n, modules)]
-    if not found:
+    biases = [(bias, counts) for n, counts in loads.items() for bias in _router_biases(n, modules)]
+    if not biases:
         raise ValueError(f"no router of {type(model).__name__} has a bias: {' or '.join(BIASES)}")
-    for bias, counts in found:
+    for bias, counts in biases:
         if any(counts) and bias.numel():  # other stages have none
             _move(bias, torch.tensor(counts, dtype=torch.float64), rate)
 

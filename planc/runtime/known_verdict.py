@@ -30,11 +30,11 @@ class KnownVerdict:
     even: bool = False
 
 
-def strongest(found: Iterable[KnownVerdict | None]) -> KnownVerdict | None:
+def strongest(verdicts: Iterable[KnownVerdict | None]) -> KnownVerdict | None:
     """The verdict of all ranks together: each machine has a cache of its own, and what is known on
     one holds on all. A plan that one cache knows as refuted is refuted.
     """
-    known = [verdict for verdict in found if verdict is not None]
+    known = [verdict for verdict in verdicts if verdict is not None]
     best = max(known, key=lambda v: _LEVELS.index(v.level), default=None)
     return best and replace(best, even=any(verdict.even for verdict in known))
 

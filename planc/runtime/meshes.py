@@ -91,8 +91,8 @@ def mesh_in_use(lowered: Lowered, device_type: str) -> SharedMesh | None:
     and a student in one process would have two sets of them. Each rank's garbage collector decides
     when a mesh that nothing uses is freed, so ranks share a mesh only if all of them have it.
     """
-    found = _MADE.get((_sizes(lowered), device_type))
-    return found if found is not None and found.group is distributed.group.WORLD else None
+    shared = _MADE.get((_sizes(lowered), device_type))
+    return shared if shared is not None and shared.group is distributed.group.WORLD else None
 
 
 def _create_mesh(lowered: Lowered, device_type: str) -> SharedMesh:
@@ -101,8 +101,8 @@ def _create_mesh(lowered: Lowered, device_type: str) -> SharedMesh:
         device_type, tuple(s for _, s in sizes), mesh_dim_names=tuple(n for n, _ in sizes)
     )
     # init_device_mesh starts a process group if there is none
-    made = _MADE[sizes, device_type] = SharedMesh(distributed.group.WORLD, root)
-    return made
+    shared = _MADE[sizes, device_type] = SharedMesh(distributed.group.WORLD, root)
+    return shared
 
 
 def _sizes(lowered: Lowered) -> tuple[tuple[str, int], ...]:
@@ -123,10 +123,10 @@ class Meshes:
         self, lowered: Lowered, device_type: str, shared: SharedMesh | None = None
     ) -> None:
         self._sizes = dict(_sizes(lowered))
-        made = shared or _create_mesh(lowered, device_type)
-        self._made = made
-        self.root = made.root
-        self._values = Values({"mesh": made.root}, {}, self.mesh_of, made.parts)
+        shared_mesh = shared or _create_mesh(lowered, device_type)
+        self._made = shared_mesh
+        self.root = shared_mesh.root
+        self._values = Values({"mesh": shared_mesh.root}, {}, self.mesh_of, shared_mesh.parts)
         self._data, self._averaged = lowered.data, lowered.averaged_axes
         self._context = lowered.context()
         if lowered.data:
@@ -176,18 +176,18 @@ class Meshes:
 
     def mesh_of(self, mesh: MeshOf) -> DeviceMesh:
         """The mesh of some axes, created on the first request."""
-        made: DeviceMesh = self._values.evaluate(mesh_source(mesh, self._context))
-        return made
+        device_mesh: DeviceMesh = self._values.evaluate(mesh_source(mesh, self._context))
+        return device_mesh
 
 
-def rows_of(own: Tensor, mesh: DeviceMesh) -> list[list[int]]:
+def rows_of(local_rows: Tensor, mesh: DeviceMesh) -> list[list[int]]:
     """A few integers of every rank of a mesh, by rank.
 
     One all-gather, and a wait for the device.
 
     Args:
-        own: [n], of one dtype and length on all ranks, on the device of the mesh.
+        local_rows: [n], of one dtype and length on all ranks, on the device of the mesh.
     """
-    every = own.new_empty(mesh.size() * own.numel())
-    all_gather(every, own, group=mesh.get_group())
-    return every.view(mesh.size(), -1).tolist()  # type: ignore[no-any-return]
+    gathered = local_rows.new_empty(mesh.size() * local_rows.numel())
+    all_gather(gathered, local_rows, group=mesh.get_group())
+    return gathered.view(mesh.size(), -1).tolist()  # type: ignore[no-any-return]

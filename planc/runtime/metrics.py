@@ -166,12 +166,12 @@ class Meter:
         total: list[int] = self.total.tolist()  # which waits for the device
         seconds = time.perf_counter() - self.since
         new = [now - before for now, before in zip(total, self.before, strict=True)]
-        found = dict(self._numbers(total, new, seconds)) if self.steps else {}
-        for name, loads in self._tokens(new).items() if found and per_expert else ():
-            found |= {f"experts/tokens/{name}/{at}": float(one) for at, one in enumerate(loads)}
+        numbers = dict(self._numbers(total, new, seconds)) if self.steps else {}
+        for name, loads in self._tokens(new).items() if numbers and per_expert else ():
+            numbers |= {f"experts/tokens/{name}/{at}": float(load) for at, load in enumerate(loads)}
         self.before = total
         self._again()
-        return found
+        return numbers
 
     def _numbers(
         self, total: Sequence[int], new: Sequence[int], seconds: float
@@ -189,10 +189,10 @@ class Meter:
         yield from self._shares(new)
 
     def _flops(self, new: Sequence[int], seconds: float) -> Iterator[tuple[str, float]]:
-        made = self.expected and self.expected.flops(new[_POSITIONS], new[_SQUARES])
-        if not made:
+        flops = self.expected and self.expected.flops(new[_POSITIONS], new[_SQUARES])
+        if not flops:
             return
-        rate = made / seconds / self.world
+        rate = flops / seconds / self.world
         yield "tflops_per_device", rate / 1e12
         name = torch.cuda.get_device_name() if self.device == "cuda" else self.device
         if self.expected and (peak := self.expected.peak(name)):
@@ -209,23 +209,25 @@ class Meter:
 
     def _imbalance(self, new: Sequence[int]) -> Iterator[tuple[str, float]]:
         loads = self._loads(new).items()
-        found = {n: max(some) * len(some) / sum(some) for n, some in loads if any(some)}
-        if found:
-            yield "experts/imbalance", max(found.values())
-        yield from ((f"experts/imbalance/{name}", value) for name, value in found.items())
+        imbalances = {
+            n: max(counts) * len(counts) / sum(counts) for n, counts in loads if any(counts)
+        }
+        if imbalances:
+            yield "experts/imbalance", max(imbalances.values())
+        yield from ((f"experts/imbalance/{name}", value) for name, value in imbalances.items())
 
     def _shares(self, new: Sequence[int]) -> Iterator[tuple[str, float]]:
         """Yields the fraction of routed tokens that experts with a capacity dropped: the maximum,
         then each module.
         """
-        found = {
+        shares = {
             name: new[at + count + 2] / sum(new[at + 1 : at + 1 + count])
             for name, (at, count) in self.at.items()
             if name in self.limited and any(new[at + 1 : at + 1 + count])
         }
-        if found:
-            yield "experts/dropped", max(found.values())
-        yield from ((f"experts/dropped/{name}", share) for name, share in found.items())
+        if shares:
+            yield "experts/dropped", max(shares.values())
+        yield from ((f"experts/dropped/{name}", share) for name, share in shares.items())
 
     def new_loads(self) -> dict[str, list[int]]:
         """The counts of each expert since the last call, by module; equal on all ranks, and in
@@ -246,11 +248,11 @@ class Meter:
 
     def _tokens(self, counts: Sequence[int]) -> dict[str, list[int]]:
         """The tokens of each module's experts in some counts, each once."""
-        found = {}
+        tokens_by_name = {}
         for name, loads in self._loads(counts).items():
             times = max(1, round(counts[self.at[name][0]] / max(1, counts[_POSITIONS])))
-            found[name] = [tokens // times for tokens in loads]
-        return found
+            tokens_by_name[name] = [tokens // times for tokens in loads]
+        return tokens_by_name
 
     def _loads(self, counts: Sequence[int]) -> dict[str, list[int]]:
         """The part of each module's experts in some counts."""
@@ -260,10 +262,12 @@ class Meter:
 def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
     """The rows of a batch and the tokens of each; 0 where it has no tokens."""
     given = (batch.get(name) for name in _INPUTS)
-    tokens = next((one for one in given if isinstance(one, Tensor) and one.dim() > 1), None)
+    tokens = next((value for value in given if isinstance(value, Tensor) and value.dim() > 1), None)
     if tokens is not None:
         return tokens.shape[0], tokens.shape[1]
-    first = next((one for one in batch.values() if isinstance(one, Tensor) and one.dim()), None)
+    first = next(
+        (value for value in batch.values() if isinstance(value, Tensor) and value.dim()), None
+    )
     return (0 if first is None else len(first)), 0
 
 

@@ -14,19 +14,19 @@ from planc.runtime.standalone.own_optimizer import OwnSteps, instance
 from planc.runtime.standalone.shards import named_tensors
 
 
-def require_arguments(op: Optimize, own: OptimizerClass) -> None:
+def require_arguments(op: Optimize, algorithm: OptimizerClass) -> None:
     """Makes an instance for one number, so that wrong arguments are said before anything is made.
 
     Raises:
         PlanError: PL591.
     """
-    one = [nn.Parameter(Tensor([0.0]))]
+    parameters = [nn.Parameter(Tensor([0.0]))]
     try:
-        instance(resolve(own.path), one, 1e-3 * op.lr, 0.0, dict(own.arguments))
+        instance(resolve(algorithm.path), parameters, 1e-3 * op.lr, 0.0, dict(algorithm.arguments))
     except Exception as error:
         raise stop(
             "PL591",
-            f"{own.path} takes other arguments: {type(error).__name__}: {first_line(error)}",
+            f"{algorithm.path} takes other arguments: {type(error).__name__}: {first_line(error)}",
             Label(span=op.origin, text="given here"),
             help="it is called with the parameters, `lr`, `weight_decay` and what the rule says",
         ) from error
@@ -48,15 +48,15 @@ def made_optimizer(model: nn.Module, lr: float, weight_decay: float) -> PlannedO
             *script_line("the optimizer is asked for here"),
             help="a rule whose class has no weight decay says `weight_decay = 0`",
         ) from error
-    own = [steps for some in optimizer.buckets.values() for steps in some]
-    stepped = [p for steps in own if isinstance(steps, OwnSteps) for p in steps.parameters]
+    all_steps = [steps for bucket in optimizer.buckets.values() for steps in bucket]
+    stepped = [p for steps in all_steps if isinstance(steps, OwnSteps) for p in steps.parameters]
     if stepped:
         names = {id(p): name for name, p in named_tensors(model)}
 
-        def look(made: Optimizer, _arguments: object, _keywords: object) -> None:
+        def look(stepped_optimizer: Optimizer, _arguments: object, _keywords: object) -> None:
             handle.remove()
             for p in stepped:
-                for key, value in made.state.get(p, {}).items():
+                for key, value in stepped_optimizer.state.get(p, {}).items():
                     _require_state(names[id(p)], p, key, value)
 
         handle = optimizer.register_step_post_hook(look)

@@ -49,8 +49,8 @@ def warning(
     group = None if stages is None else stages.mesh.get_group()
     here = [distributed.get_rank()] if group is None else distributed.get_process_group_ranks(group)
     if 0 in here:
-        found = problem(code, message, *labels, help=help)
-        _log.warning("%s", replace(found, severity=Severity.WARNING).one_line)
+        finding = problem(code, message, *labels, help=help)
+        _log.warning("%s", replace(finding, severity=Severity.WARNING).one_line)
 
 
 def require_not_parallel(model: nn.Module) -> None:
@@ -59,8 +59,8 @@ def require_not_parallel(model: nn.Module) -> None:
     Raises:
         PlanError: PL493, the model is parallel already.
     """
-    if found := already_parallel(model):
-        message = f"this model is already parallel: {found}"
+    if reason := already_parallel(model):
+        message = f"this model is already parallel: {reason}"
         raise stop("PL493", message, help="apply a plan once, to a model that is not parallel yet")
 
 
@@ -103,10 +103,10 @@ def announce(error: Exception, device_type: str) -> None:
     if isinstance(error, AnnouncedError) or not _in_a_group():
         return
     start(device_type)
-    own = list(error.diagnostics) if isinstance(error, PlanError) else []
-    own = [d for d in own if d.severity is Severity.ERROR]
+    errors = list(error.diagnostics) if isinstance(error, PlanError) else []
+    errors = [d for d in errors if d.severity is Severity.ERROR]
     try:
-        _agree("", own or [problem("PL900", f"{type(error).__name__}: {error}")])
+        _agree("", errors or [problem("PL900", f"{type(error).__name__}: {error}")])
     except PlanError as agreed:  # this rank's own error says more
         if isinstance(error, PlanError):
             error.rank = agreed.rank
@@ -167,8 +167,8 @@ def _fits(
             yield problem("PL474", message, help=help)
             return
     asked = _MODEL_PROBLEMS.find_all(lowered.sections)
-    if found := [one for problems in asked for one in problems(model, lowered)]:
-        yield from found
+    if findings := [finding for problems in asked for finding in problems(model, lowered)]:
+        yield from findings
         return
     modules = {**modules, **dict(_inside_adapters(lowered, modules))}
     context = lowered.context()
@@ -203,23 +203,23 @@ def _misfits(op: Op, context: Context, modules: dict[str, nn.Module]) -> Iterato
 
 
 def _shapes(op: Op, name: str, module: nn.Module) -> Iterator[str]:
-    for own, shape in op.required_shapes.items():
-        parameter = module._parameters.get(own)
+    for parameter_name, shape in op.required_shapes.items():
+        parameter = module._parameters.get(parameter_name)
         actual = None if parameter is None else tuple(parameter.shape)
-        if actual != shape and not is_adapter(own):
+        if actual != shape and not is_adapter(parameter_name):
             shown = list(actual) if actual is not None else "missing"
-            yield f"{name}.{own} is {shown}, and the plan was lowered for {list(shape)}"
+            yield f"{name}.{parameter_name} is {shown}, and the plan was lowered for {list(shape)}"
 
 
 # All ranks ---------------------------------------------------------------------------------------
 
 
-def of_all_ranks(own: T, group: Any = None) -> list[T]:
+def of_all_ranks(value: T, group: Any = None) -> list[T]:
     """The objects of every rank of a group, by rank; a collective if there are several."""
-    every = [own] * distributed.get_world_size(group)
-    if len(every) > 1 and distributed.get_backend(group) != "fake":
-        distributed.all_gather_object(every, own, group=group)
-    return every
+    values = [value] * distributed.get_world_size(group)
+    if len(values) > 1 and distributed.get_backend(group) != "fake":
+        distributed.all_gather_object(values, value, group=group)
+    return values
 
 
 def of_rank_0(make: Callable[[], T], device_type: str) -> T:
@@ -233,8 +233,8 @@ def of_rank_0(make: Callable[[], T], device_type: str) -> T:
         return make()
     start(device_type)
     try:
-        made = make() if distributed.get_rank() == 0 else None
-        return cast(T, _agree("a draft", [], made)[0])
+        result = make() if distributed.get_rank() == 0 else None
+        return cast(T, _agree("a draft", [], result)[0])
     except PlanError as error:
         raise AnnouncedError(error.diagnostics, error.rank) from None
 
@@ -245,7 +245,7 @@ def _agree(digest: str, findings: list[Diagnostic], also: Any = None) -> list[An
     """
     code = findings[0].code if findings else ""
     everyone = of_all_ranks((digest, code, _in_one_line(findings), also))
-    digests = [own for own, *_ in everyone]
+    digests = [rank_digest for rank_digest, *_ in everyone]
     if all(digests) and len(set(digests)) > 1:
         different = one_of(_digests(digests), last="and")
         message = f"the ranks disagree on the lowered plan: {different}"

@@ -81,10 +81,10 @@ def profiling(
     with profile(
         activities=[ProfilerActivity.CPU, *cuda], schedule=plan, on_trace_ready=write, **options
     ) as profiler:
-        made = StepProfile(path, LineRanges(model, lowered, rank), profiler)
-        made.name()
-        with made.naming:
-            yield made
+        step_profile = StepProfile(path, LineRanges(model, lowered, rank), profiler)
+        step_profile.name()
+        with step_profile.naming:
+            yield step_profile
     if not written:
         least = wait + warmup
         _log.warning("no trace was written: call its `step()` after each of %d steps", least + 1)
@@ -104,7 +104,7 @@ class LineRanges(Collectives):
         self.compiled = bool(lowered.compilations)
         self.lines: dict[str, list[str]] = defaultdict(list)
         for op in lowered.stages[pipeline_rank_of(lowered, rank)].ops:
-            for name in (name for some in op.traced_modules for name in some.names()):
+            for name in (name for modules in op.traced_modules for name in modules.names()):
                 self.lines[name].append(f"{_place(op)} {name or 'the model'} {op.short_name}")
 
     @contextmanager
@@ -121,8 +121,8 @@ class LineRanges(Collectives):
     def calling(self, call: dict[str, Any] | None) -> AbstractContextManager[object]:
         if call is None:
             return nullcontext()
-        [made] = calls([call], self.rank, self.lowered, self.groups)
-        return _ranges([label(made)])
+        [rank_call] = calls([call], self.rank, self.lowered, self.groups)
+        return _ranges([label(rank_call)])
 
 
 @contextmanager

@@ -77,14 +77,14 @@ def _layouts(parameters: Sequence[Tensor]) -> list[_Layout]:
     """The meshes, placements and numbers of dims of some parameters, each once; parts in another
     order are as those in this one.
     """
-    found: dict[_Layout, None] = {}
+    layouts: dict[_Layout, None] = {}
     for p in parameters:
         mesh, placements = None, list[Placement]()
         if isinstance(p, DTensor):
             mesh, plain = p.device_mesh, p.placements
             placements = [Shard(q.dim) if splits(q) else Replicate() for q in plain]
-        found[mesh, tuple(placements), p.dim()] = None
-    return [*found]
+        layouts[mesh, tuple(placements), p.dim()] = None
+    return [*layouts]
 
 
 def _distribute(value: Tensor, layout: _Layout) -> Tensor:
@@ -106,13 +106,13 @@ def require_uncoupled(optimizer: Optimizer) -> None:
     name, help = type(optimizer).__name__, "write `pp = 1`, or take AdamW or another optimizer "
     help += "whose state is of single parameters"
     dims = ({p.dim() for p in group["params"]} for group in optimizer.param_groups)
-    groups = [[(None, (), n) for n in sorted(some)] * 2 for some in dims]
-    one, two = (_first_changed(optimizer, groups, other) for other in _OTHERS)
+    groups = [[(None, (), n) for n in sorted(lengths)] * 2 for lengths in dims]
+    first, second = (_first_changed(optimizer, groups, other) for other in _OTHERS)
     text = f"{name} computes one statistic of all parameters, and each stage has its own ones"
     place = script_line("the optimizer arrives here")
-    if isinstance(optimizer, optim.LBFGS) or (one is not None and not _equal(one, two)):
+    if isinstance(optimizer, optim.LBFGS) or (first is not None and not _equal(first, second)):
         raise stop("PL423", text, *place, help=help)
-    if one is None:
+    if first is None:
         text = f"{name} cannot be tried, and may compute a statistic of all parameters"
         warning("PL423", text, *place, help=help)
 
@@ -130,18 +130,18 @@ def _first_changed(
     """
     with random_numbers_kept():
         torch.random.default_generator.manual_seed(0)
-        made = _step_copies(optimizer, groups, lambda value, _: value, factor=other)
-    return None if isinstance(made, str) or not made else made[0][1]
+        stepped = _step_copies(optimizer, groups, lambda value, _: value, factor=other)
+    return None if isinstance(stepped, str) or not stepped else stepped[0][1]
 
 
-def _equal(one: Tensor, two: Tensor | None) -> bool:
-    return two is not None and torch.equal(one, two)
+def _equal(first: Tensor, second: Tensor | None) -> bool:
+    return second is not None and torch.equal(first, second)
 
 
 def _step_copies(
     optimizer: Optimizer,
     groups: Sequence[Sequence[_Layout]],
-    made: Callable[[Tensor, _Layout], Tensor],
+    convert: Callable[[Tensor, _Layout], Tensor],
     factor: Callable[[int], float] | None = None,
 ) -> list[tuple[Tensor, Tensor]] | str:
     """Steps a small parameter of each layout several times: its values (before, after), or the
@@ -161,9 +161,11 @@ def _step_copies(
     other.state, other.param_groups, parameters = defaultdict(dict), [], []
     for group, layouts in zip(optimizer.param_groups, groups, strict=True):
         values = [torch.randn(_shape(at), generator=draw, dtype=torch.float64) for at in layouts]
-        own = [nn.Parameter(made(v.clone(), at)) for v, at in zip(values, layouts, strict=True)]
-        other.param_groups.append({**group, "params": own})
-        parameters += [*zip(values, own, layouts, strict=True)]
+        copies = [
+            nn.Parameter(convert(v.clone(), at)) for v, at in zip(values, layouts, strict=True)
+        ]
+        other.param_groups.append({**group, "params": copies})
+        parameters += [*zip(values, copies, layouts, strict=True)]
     try:
         for step in range(_STEPS if factor is None else _COUPLED_STEPS):
             for number, (value, p, at) in enumerate(parameters):
@@ -172,7 +174,7 @@ def _step_copies(
                 gradient = torch.randn(value.shape, generator=draw, dtype=torch.float64)
                 if factor is not None and number > 0:
                     gradient *= factor(step)
-                p.grad = made(gradient, at)
+                p.grad = convert(gradient, at)
             other.step()
         return [(value, _full_tensor(p)) for value, p, _ in parameters]
     except Exception as error:  # whatever the class raises

@@ -121,7 +121,7 @@ class TrainingStep:
         if meter:
             meter.begin()
         _require_as_many(batches, passes, run.mesh.device_type)
-        every = [*batches, *[batches[-1]] * ((passes or 0) - len(batches))]
+        padded = [*batches, *[batches[-1]] * ((passes or 0) - len(batches))]
         if trains:
             run.first.labels_counted()
             self._require_range(run)
@@ -134,9 +134,9 @@ class TrainingStep:
         lengths = rotary.of_all_ranks() if rotary else nullcontext()
         with lengths, self.observe(run):
             if stages is None:
-                total = self._plain(run, batches, every, trains)
+                total = self._plain(run, batches, padded, trains)
             else:
-                total = self._run_pipeline(run, stages, batches, every, trains)
+                total = self._run_pipeline(run, stages, batches, padded, trains)
         total = total.detach().float()
         if stages is not None:
             distributed.all_reduce(total, group=stages.mesh.get_group())
@@ -174,10 +174,10 @@ class TrainingStep:
             return
         self.ranged = True
         units = run.lowered.fsdp_units
-        own = (p.dtype for p in run.model.parameters() if p.requires_grad)
+        dtypes = (p.dtype for p in run.model.parameters() if p.requires_grad)
         stated = any("float16" in (op.param, op.reduce) for op in units)
         casts = any(op.param not in (None, "float16") for op in units)
-        if stated or (not casts and torch.float16 in own):
+        if stated or (not casts and torch.float16 in dtypes):
             raise stop(
                 "PL570",
                 "gradients are computed or reduced in fp16, and planc scales no loss, so that "
@@ -188,11 +188,11 @@ class TrainingStep:
             )
 
     def _plain(
-        self, run: RunParts, batches: Sequence[Batch], every: Sequence[Batch], trains: bool
+        self, run: RunParts, batches: Sequence[Batch], padded: Sequence[Batch], trains: bool
     ) -> Tensor:
         losses = []
-        for at, batch in enumerate(every):
-            last = at == len(every) - 1
+        for at, batch in enumerate(padded):
+            last = at == len(padded) - 1
             if self.meter:
                 self.meter.counting = at < len(batches)
             with nullcontext() if last or not trains else run.no_sync():
@@ -209,10 +209,10 @@ class TrainingStep:
         run: RunParts,
         stages: Stages,
         batches: Sequence[Batch],
-        every: Sequence[Batch],
+        padded: Sequence[Batch],
         trains: bool,
     ) -> Tensor:
-        given = [{**run.batch(batch), **self._loss_arguments(run)} for batch in every]
+        given = [{**run.batch(batch), **self._loss_arguments(run)} for batch in padded]
 
         def part(loss: Tensor, at: int, number: int) -> Tensor:
             loss = self._part(run, loss, whole[at][number], batches)
@@ -220,7 +220,7 @@ class TrainingStep:
 
         try:
             tokens = placeholders(getattr(run.model, "config", None))
-            whole = [microbatches(batch, stages.microbatches, tokens) for batch in every]
+            whole = [microbatches(batch, stages.microbatches, tokens) for batch in padded]
             losses = forward_backward(run.model, run.mesh, given, part, trains=trains)
         except MicrobatchError as error:
             raise stop(
@@ -268,8 +268,8 @@ class TrainingStep:
         if self.called and self.seen_counts is None:  # the loss was 0
             shown = UNCLEAR
         counted = [self.seen_counts is True, self.seen_counts is False]
-        found = torch.tensor([shown, ignored if shown else -(2**62), *counted])
-        shown, ignored, counts, ignores = gradients.most(found, run.data_mesh).tolist()
+        local_counts = torch.tensor([shown, ignored if shown else -(2**62), *counted])
+        shown, ignored, counts, ignores = gradients.most(local_counts, run.data_mesh).tolist()
         self.counts = bool(counts) if counts or ignores else None
         self.settled = bool(counts) or shown != UNCLEAR
         if self.counts or not whole:
@@ -345,11 +345,11 @@ def _require_as_many(batches: Sequence[Batch], passes: int | None, device_type: 
         PlanError: PL469, on every rank.
         ValueError: there is no batch on any rank, or on all more than there are passes.
     """
-    own, of = len(batches), ""
+    count, of = len(batches), ""
     if passes is not None:
-        own, of = (passes if 0 < own <= passes else 0), f" of {passes} passes"
+        count, of = (passes if 0 < count <= passes else 0), f" of {passes} passes"
     empty = sum(not _has_rows(batch) for batch in batches)
-    numbers = torch.tensor([own, -own, empty], device=device_type)
+    numbers = torch.tensor([count, -count, empty], device=device_type)
     if distributed.get_world_size() > 1:
         distributed.all_reduce(numbers, distributed.ReduceOp.MAX)
     most, least, most_empty = numbers.abs().tolist()

@@ -84,8 +84,12 @@ def _first_report(rank: int, message: str) -> tuple[int, str]:
 
 def _report(error: PlanError, trace: TracebackType | None) -> str:
     """The errors, after the innermost line of the script."""
-    own = [frame for frame, _ in traceback.walk_tb(trace) if of_the_user(frame)]
+    user_frames = [frame for frame, _ in traceback.walk_tb(trace) if of_the_user(frame)]
     lines = {id(frame): number for frame, number in traceback.walk_tb(trace)}
-    at = f"{own[-1].f_code.co_filename}:{lines[id(own[-1])]}: " if own else ""
+    at = (
+        f"{user_frames[-1].f_code.co_filename}:{lines[id(user_frames[-1])]}: "
+        if user_frames
+        else ""
+    )
     errors = [d for d in error.diagnostics if d.severity is Severity.ERROR]
     return f"{at}planc stopped the run\n{render(errors, 'full')}"

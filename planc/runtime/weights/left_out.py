@@ -84,8 +84,8 @@ def _sum(part: Tensor, ranges: tuple[shards.Runs, ...]) -> Tensor:
         return total
     bits = part.contiguous().view(kinds[part.element_size()])
     factors = []
-    for dim, some in enumerate(ranges):
-        places = torch.cat([torch.arange(*run, device=part.device) for run in some])
+    for dim, runs in enumerate(ranges):
+        places = torch.cat([torch.arange(*run, device=part.device) for run in runs])
         factors.append(places * (MULTIPLIER * (2 * dim + 1) % 2**63) | 1)
     if not factors:
         return total + bits.to(torch.int64)
@@ -114,11 +114,11 @@ def differences(model: nn.Module, folder: Path, metadata: Mapping[str, Any]) -> 
     if strange := names - tensors.keys() - others:
         text = f"{folder} was saved with frozen weights that this model lacks"
         return [problem("PL467", f"{text}: {listed_names(sorted(strange))}", help=help)]
-    own = [n for n in tensors if n in names and n not in four]
-    if empty := [n for n in own if tensors[n].is_meta]:
+    frozen_names = [n for n in tensors if n in names and n not in four]
+    if empty := [n for n in frozen_names if tensors[n].is_meta]:
         text = f"{folder} leaves out the frozen weights, and the model has no values for"
         return [problem("PL467", f"{text} {listed_names(empty)}", help=help)]
-    now = checksums(model, own)
+    now = checksums(model, frozen_names)
     then = {key: torch.zeros((), dtype=torch.int64) for key in now}
     checkpoint.load(then, checkpoint_id=folder, no_dist=True)
     if other := [key.removeprefix(_KEY) for key in now if now[key] != then[key]]:

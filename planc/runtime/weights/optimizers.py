@@ -37,12 +37,12 @@ def flat_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     its first step has no state.
     """
     out: dict[str, Any] = {}
-    own = rank_orders(model)
+    orders = rank_orders(model)
     for name, parameter, group in _parameters(model, optimizer):
         for key, kept in optimizer.state.get(parameter, {}).items():
             stored = value = state_values(kept, parameter)
             if isinstance(value, Tensor):  # one like its parameter has its order
-                order = own.get(name) if value.shape == parameter.shape else None
+                order = orders.get(name) if value.shape == parameter.shape else None
                 stored = storable(with_chunk_of(value, parameter), order)
             out[f"{STATE}{name}.{key}"] = stored
         for key, value in group.items():
@@ -69,11 +69,11 @@ def own_state(
     for key in stored:
         if key.startswith(GROUPS):
             keys.setdefault(owner(key), set()).add(key.rpartition(".")[2])
-    told = (f"{GROUPS}{n}.{k}" for n, some in keys.items() for k in _TOLD if k in some)
+    told = (f"{GROUPS}{n}.{k}" for n, fields in keys.items() for k in _TOLD if k in fields)
     values = read([*told])
     anew = []
-    for name, some in keys.items():
-        saved = {k: values.get(f"{GROUPS}{name}.{k}") for k in some}
+    for name, fields in keys.items():
+        saved = {k: values.get(f"{GROUPS}{name}.{k}") for k in fields}
         before, after = _algorithm(saved), _algorithm(groups.get(name, {}))
         if before and after and before != after:
             anew.append(name)
@@ -120,10 +120,13 @@ def check_state(
     for key, meta in stored.items():
         parameter = parameters.get(owner(key))
         if parameter is not None and isinstance(meta, TensorStorageMetadata):
-            shape, own = tuple(meta.size), tuple(parameter.shape)
-            factors = ((*own[:-1], 1), (*own[:-2], 1, *own[-1:]))  # of Adafactor
-            if shape not in ((), own, *factors):
-                text = f"{key} is {list(shape)}, the parameter is {list(own)}"
+            shape, full_shape = tuple(meta.size), tuple(parameter.shape)
+            factors = (
+                (*full_shape[:-1], 1),
+                (*full_shape[:-2], 1, *full_shape[-1:]),
+            )  # of Adafactor
+            if shape not in ((), full_shape, *factors):
+                text = f"{key} is {list(shape)}, the parameter is {list(full_shape)}"
                 findings.append(problem("PL496", f"the checkpoint's optimizer: {text}"))
 
 
@@ -136,7 +139,7 @@ def empty_flat_state(
     groups = {name: group for name, _, group in _parameters(model, optimizer)}
     parameters = {name: p for name, p, _ in _parameters(model, optimizer)}
     out: dict[str, Any] = {}
-    own = rank_orders(model)
+    orders = rank_orders(model)
     for key, meta in stored.items():
         parameter = parameters[owner(key)]
         parameter = with_chunk_of(parameter.detach(), parameter)
@@ -148,7 +151,7 @@ def empty_flat_state(
                 if away:
                     host = torch.empty_like(parameter, device="cpu")
                     parameter = with_chunk_of(host, parameter)
-                out[key] = empty_shard(parameter, dtype, own.get(owner(key)))
+                out[key] = empty_shard(parameter, dtype, orders.get(owner(key)))
             else:
                 out[key] = torch.empty(shape, dtype=dtype)
     return out
@@ -156,8 +159,8 @@ def empty_flat_state(
 
 def load_flat_state(model: nn.Module, optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
     """Loads a flattened state dict into an optimizer."""
-    every = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    numbers = {id(parameter): number for number, parameter in enumerate(every)}
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     names = {name: p for name, p, _ in _parameters(model, optimizer)}
     state: dict[int, dict[str, Any]] = {}
     values: dict[str, dict[str, Any]] = {}
@@ -181,7 +184,11 @@ def rates_of(objects: Iterable[Any]) -> None:
     """Gives schedules of a plan's optimizer, which were loaded like it, the rates of its groups: a
     plan with other groups may have saved them.
     """
-    inner = (each for one in objects for each in (one, *getattr(one, "_schedulers", ())))
+    inner = (
+        each
+        for scheduler in objects
+        for each in (scheduler, *getattr(scheduler, "_schedulers", ()))
+    )
     for each in inner:
         optimizer = getattr(each, "optimizer", None)
         if isinstance(optimizer, PlannedOptimizer) and hasattr(each, "base_lrs"):
@@ -202,9 +209,9 @@ def assemble(value: Tensor, like: Tensor) -> Tensor:
         return value
     if value.device == like.device:
         return sharded_like(value.part, like)
-    found = torch.empty_like(like.detach(), dtype=value.dtype, device=value.device)
-    part_of(found).copy_(value.part)
-    return found
+    assembled = torch.empty_like(like.detach(), dtype=value.dtype, device=value.device)
+    part_of(assembled).copy_(value.part)
+    return assembled
 
 
 def _parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor, dict[str, Any]]]:

@@ -38,14 +38,14 @@ class Pair(NamedTuple):
 
 
 def pairs_of(ops: Iterable[Adapt]) -> list[Pair]:
-    found: list[Pair] = []
+    pairs: list[Pair] = []
     for op in ops:
         for name in op.names():
             for outside, weight in enumerate(reversed(op.parameters)):
                 wrapper = name + f".{BASE_LAYER}" * outside
                 a, b = (f"{name}.{factor_name(weight, half)}" for half in "AB")
-                found.append(Pair(name, (a, b), (f"{wrapper}.lora_A", f"{wrapper}.lora_B")))
-    return found
+                pairs.append(Pair(name, (a, b), (f"{wrapper}.lora_A", f"{wrapper}.lora_B")))
+    return pairs
 
 
 def stored_shapes(tensors: dict[str, Tensor], pairs: Iterable[Pair]) -> None:
@@ -59,7 +59,7 @@ def stored_shapes(tensors: dict[str, Tensor], pairs: Iterable[Pair]) -> None:
 def has_swapped_factors(
     pair: Pair,
     tensors: Mapping[str, Tensor],
-    found: tuple[StoredTensor, StoredTensor],
+    factors: tuple[StoredTensor, StoredTensor],
     transposed: bool,
     version: tuple[int, ...],
 ) -> bool | None:
@@ -67,12 +67,12 @@ def has_swapped_factors(
 
     Args:
         tensors: those of the model by plain name, A [experts, in, rank] and B [experts, out, rank].
-        found: what the file has.
+        factors: those of the file.
         transposed: whether the weights of the module are [experts, in, out].
         version: of peft that wrote the file, which decides where `in` is `out`; () if unknown.
     """
     (experts, wide, rank), (_, high, _) = (tensors[name].shape for name in pair.names)
-    shapes = [tuple(stored.shape) for stored in found]
+    shapes = [tuple(stored.shape) for stored in factors]
     now = shapes == [(experts * rank, wide), (high, rank * experts)]
     before = shapes == [(experts * rank, high), (wide, rank * experts)] and not transposed
     if not (now or before):
@@ -82,14 +82,14 @@ def has_swapped_factors(
 
 def read(
     pair: Pair,
-    found: tuple[StoredTensor, StoredTensor],
+    factors: tuple[StoredTensor, StoredTensor],
     swap: bool,
     tensors: Mapping[str, Tensor],
     orders: Mapping[str, shards.Order],
 ) -> None:
     """Fills this rank's shards of two factors from a file."""
     stored = []
-    for entry in found:
+    for entry in factors:
         value = torch.empty(entry.shape, dtype=tensors[pair.names[0]].dtype)
         entry.copy_to(value, [((0, size),) for size in entry.shape])
         stored.append(value)
@@ -101,8 +101,8 @@ def read(
 
 def version_of(config: Mapping[str, Any]) -> tuple[int, ...]:
     """The first two numbers of the version of peft that wrote a configuration; () if unknown."""
-    found = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version") or ""))
-    return tuple(map(int, found.groups())) if found else ()
+    match = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version") or ""))
+    return tuple(map(int, match.groups())) if match else ()
 
 
 def targets(model: nn.Module, ops: Iterable[Adapt]) -> list[str]:

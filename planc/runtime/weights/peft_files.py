@@ -54,13 +54,13 @@ def save(model: nn.Module, lowered: Lowered, folder: Path) -> None:
     raise_on_all_ranks([*findings, *_trained_with_adapter(model)])
     reshard(model)
     tensors, order = dict(shards.named_tensors(model)), shards.rank_orders(model)
-    own: dict[str, Tensor] = {}
+    local_tensors: dict[str, Tensor] = {}
     scalars = shards.scalars_of(model)
     for name in _trained_tensors(model):
         value = shards.whole_of(tensors[name], order.get(name), scalar=name in scalars)
         if distributed.get_rank() == 0 or stages_of(model):
-            own[name] = value.to("cpu", copy=True).contiguous()
-    full = on_rank_0(own, model)
+            local_tensors[name] = value.to("cpu", copy=True).contiguous()
+    full = on_rank_0(local_tensors, model)
     pairs = peft_experts.pairs_of(lowered.adapters)
     names = _names(full, pairs)
     failed: list[Diagnostic] = []
@@ -105,8 +105,8 @@ def load(model: nn.Module, lowered: Lowered, folder: Path) -> None:
     raise_on_all_ranks(findings)
     try:
         with torch.no_grad():
-            for pair, found, swap in swaps:
-                peft_experts.read(pair, found, swap, tensors, order)
+            for pair, factors, swap in swaps:
+                peft_experts.read(pair, factors, swap, tensors, order)
             keep_magnitudes(model, wanted.values())
             for stored, name in wanted.items():
                 if name in of_pairs:
@@ -145,10 +145,10 @@ def _owner(name: str) -> str:
 
 def _other_trained(model: nn.Module) -> list[str]:
     """The modules with trainable parameters of their own that are not adapters."""
-    own = (
+    trained = (
         n for n, t in shards.named_tensors(model) if t.requires_grad and not shards.is_adapter(n)
     )
-    return list(dict.fromkeys(map(_owner, own)))
+    return list(dict.fromkeys(map(_owner, trained)))
 
 
 def _trained_with_adapter(model: nn.Module) -> list[Diagnostic]:
@@ -170,13 +170,13 @@ def _trained_with_adapter(model: nn.Module) -> list[Diagnostic]:
 
 def _names(names: Iterable[str], pairs: Iterable[Pair]) -> dict[str, str]:
     """The names of some tensors in peft's files."""
-    own = {n: f"{s}.weight" for p in pairs for n, s in zip(p.names, p.stored, strict=True)}
+    stored_names = {n: f"{s}.weight" for p in pairs for n, s in zip(p.names, p.stored, strict=True)}
     magnitude = (f"{MAGNITUDE}.{NAME}.weight", MAGNITUDE)
     plain = {
         n: n.removesuffix(f".{NAME}").replace(*magnitude).replace(f".{NAME}.weight", ".weight")
         for n in names
     }
-    return {name: f"{_PREFIX}{own.get(name, stored)}" for name, stored in plain.items()}
+    return {name: f"{_PREFIX}{stored_names.get(name, stored)}" for name, stored in plain.items()}
 
 
 def _experts(
@@ -187,7 +187,7 @@ def _experts(
 ) -> tuple[list[tuple[Pair, _Found, bool]], list[str]]:
     """The factors in a file of experts on this rank, and messages for those of a wrong shape."""
     tensors, layers = dict(shards.named_tensors(model)), adapter_layers(model)
-    found: list[tuple[Pair, _Found, bool]] = []
+    swaps: list[tuple[Pair, _Found, bool]] = []
     wrong: list[str] = []
     for pair in (p for p in pairs if p.names[0] in tensors):
         a, b = (entries[stored] for stored in _names(pair.names, [pair]).values())
@@ -200,8 +200,8 @@ def _experts(
                 f"factors of each expert {shapes[0]} and {shapes[1]}"
             )
         else:
-            found.append((pair, (a, b), swap))
-    return found, wrong
+            swaps.append((pair, (a, b), swap))
+    return swaps, wrong
 
 
 # The configuration -------------------------------------------------------------------------------
@@ -263,8 +263,8 @@ def _targets(model: nn.Module, ops: Iterable[Adapt]) -> list[str] | str:
     adapted = {name for op in ops for name in op.names()}
     last = {name.rpartition(".")[2] for name in adapted}
     there = dict(shards.named_tensors(model)).keys() | on_other_stages(model)
-    every = {n.removesuffix(".weight") for n in there if not shards.is_adapter(n)}
-    alike = {name for name in every if name.rpartition(".")[2] in last}
+    layers = {n.removesuffix(".weight") for n in there if not shards.is_adapter(n)}
+    alike = {name for name in layers if name.rpartition(".")[2] in last}
     return sorted(last) if alike == adapted else "|".join(f"({op.pattern})" for op in ops)
 
 
@@ -335,9 +335,11 @@ def _mismatches(
             text = f"{folder} {what} {', '.join(names[:3])}{rest}"
             yield problem("PL496", text, help="nothing was loaded")
     for name in (n for n in wanted if n in entries and wanted[n] not in apart):
-        own, found = shapes[wanted[name]], entries[name].shape
-        if own != found:
-            yield problem("PL496", f"{folder}: {name} is {list(found)}, the plan's {list(own)}")
+        planned, stored = shapes[wanted[name]], entries[name].shape
+        if planned != stored:
+            yield problem(
+                "PL496", f"{folder}: {name} is {list(stored)}, the plan's {list(planned)}"
+            )
 
 
 # Merging -----------------------------------------------------------------------------------------
@@ -349,15 +351,15 @@ def merge_findings(model: nn.Module, how: Tuned | None) -> list[Diagnostic]:
         text = f"{four} is in 4 bits, and no export can restore the original weights"
         how_to = "`run.save_adapters`; load them under the plan with `lora`, and export from there"
         return [problem("PL686", text, help=how_to)]
-    own = adapter_layers(model)
-    if not own or how == "left_out":
+    adapted = adapter_layers(model)
+    if not adapted or how == "left_out":
         return []
     if how != "merged":
         text = "the model has adapters, which `from_pretrained` does not read from an export"
         how_to = 'pass `adapters="merged"` or `"left_out"`; `run.save_adapters` writes them'
         return [problem("PL189", text, help=how_to)]
     tied = [g for g in shards.tied_names(model) if len(g) > 1]
-    parted = [n for group in tied for n in group if n.rpartition(".")[0] in own]
+    parted = [n for group in tied for n in group if n.rpartition(".")[0] in adapted]
     if not parted:
         return []
     text = f"{parted[0]} is tied to another weight, which does not have its adapter"

@@ -128,29 +128,29 @@ def _load_checkpoint(
     reshard(model)
     metadata = _metadata(folder, findings)
     findings += different_files(folder, compare, findings)
-    found: dict[str, StoredTensor] = {}
+    matched: dict[str, StoredTensor] = {}
     others = on_other_stages(model)
     if not findings:
         stored = tensors_in_checkpoint(folder, metadata, dict(named_tensors(model)))
         stored = {name: tensor for name, tensor in stored.items() if name not in others}
         without = {*four_bit_layers(model), *left_out.names_in(metadata)}
-        found = loading.match_or_report(model, stored, folder, findings, without=without)
-        findings += _four_bits(model, found, folder)
-    every: dict[str, Optimizer] = extras.optimizers_in(model, extra)
+        matched = loading.match_or_report(model, stored, folder, findings, without=without)
+        findings += _four_bits(model, matched, folder)
+    all_optimizers: dict[str, Optimizer] = extras.optimizers_in(model, extra)
     if optimizer is not None:
-        every[_OPTIMIZER] = optimizer
-    flat = {start: _flat(metadata, start, others) for start in every}
-    for start, each in every.items():  # nothing is allocated before every check has passed
+        all_optimizers[_OPTIMIZER] = optimizer
+    flat = {start: _flat(metadata, start, others) for start in all_optimizers}
+    for start, each in all_optimizers.items():  # nothing is allocated before every check has passed
         _check_optimizer(model, each, findings, start=start, flat=flat[start], folder=folder)
     rest = extras.others_in(model, extra)
     states, missing = extras.read_states(rest, folder, metadata, *data)
     loading.raise_on_all_ranks([*findings, *missing])
-    flat = _states_to_load(model, folder, every, flat)
+    flat = _states_to_load(model, folder, all_optimizers, flat)
     loading.allocate(model, left_out.differences(model, folder, metadata), device)
     filled, missing = extras.empty(model, rest, states, metadata)
     loading.raise_on_all_ranks(missing)
-    target: dict[str, Any] = dict(checkpoint_targets(model, found)) | filled.targets
-    for start, each in every.items():
+    target: dict[str, Any] = dict(checkpoint_targets(model, matched)) | filled.targets
+    for start, each in all_optimizers.items():
         flat[start] = optimizers.empty_flat_state(model, each, flat[start])
         target |= {start + key: value for key, value in flat[start].items()}
     if _STEP in metadata:
@@ -158,9 +158,9 @@ def _load_checkpoint(
     with torch.no_grad():
         read = partial(checkpoint.load, target, checkpoint_id=folder, no_dist=True)
         attempt(read, f"{folder} could not be read")
-    renew_magnitudes(model, found)
+    renew_magnitudes(model, matched)
     extras.load_states(rest, states, filled)
-    for start, each in every.items():
+    for start, each in all_optimizers.items():
         optimizers.load_flat_state(model, each, {k: target[start + k] for k in flat[start]})
     optimizers.rates_of(rest.values())
     return None if (step := target.get(_STEP)) is None else int(step)
@@ -177,23 +177,23 @@ def _values(folder: Path, start: str, keys: list[str]) -> dict[str, Any]:
 def _states_to_load(
     model: nn.Module,
     folder: Path,
-    every: Mapping[str, Optimizer],
+    all_optimizers: Mapping[str, Optimizer],
     flat: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, dict[str, Any]]:
     """The states that optimizers load from a checkpoint. Rank 0 logs the parameters of all ranks
     whose saved states another algorithm made.
     """
-    found: dict[str, dict[str, Any]] = {}
+    states: dict[str, dict[str, Any]] = {}
     names: list[str] = []
-    for start, each in every.items():
+    for start, each in all_optimizers.items():
         read = partial(_values, folder, start)
-        found[start], anew = optimizers.own_state(model, each, flat[start], read)
+        states[start], anew = optimizers.own_state(model, each, flat[start], read)
         names += anew
-    told = dict.fromkeys(name for some in of_all_ranks(names) for name in some)
+    told = dict.fromkeys(name for of_rank in of_all_ranks(names) for name in of_rank)
     if told and distributed.get_rank() == 0:
         text = "%s: another algorithm steps them than when the checkpoint was saved, so their "
         _log.warning(f"{text}states begin anew", listed_names(told))
-    return found
+    return states
 
 
 def _check_optimizer(
@@ -226,8 +226,8 @@ def _four_bits(
 ) -> list[Diagnostic]:
     """PL687 for 4-bit weights that the checkpoint has unquantized, or that have no values yet."""
     four = four_bit_layers(model)
-    if found := [name for name in matched if name in four]:
-        text = f"{folder} holds {found[0]}, which the plan keeps in 4 bits"
+    if packed := [name for name in matched if name in four]:
+        text = f"{folder} holds {packed[0]}, which the plan keeps in 4 bits"
         return [problem("PL687", text, help="read it from a folder of safetensors")]
     if missing := [name for name, layer in four.items() if layer.quant_state is None]:
         text = f"{folder} holds no weights in 4 bits, and {missing[0]} has no values yet"
@@ -258,6 +258,6 @@ def _short(folder: Path, stored: Mapping[Any, Any]) -> list[Diagnostic]:
         if not file.is_file():
             out.append(problem("PL497", f"{folder} lacks its file {name}"))
         elif file.stat().st_size < size:
-            found = f"{file.stat().st_size:,} bytes, not {size:,}"
-            out.append(problem("PL497", f"{file} is truncated: {found}"))
+            sizes = f"{file.stat().st_size:,} bytes, not {size:,}"
+            out.append(problem("PL497", f"{file} is truncated: {sizes}"))
     return out

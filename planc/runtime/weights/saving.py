@@ -58,10 +58,10 @@ def save(
     more, findings = extras.states(model, extras.others_in(model, extra), data_rank)
     raise_on_all_ranks(findings or _on_rank0(lambda: _clear(folder, new)))
     reshard(model)
-    tensors, own = dict(shards.named_tensors(model)), shards.rank_orders(model)
+    tensors, orders = dict(shards.named_tensors(model)), shards.rank_orders(model)
     four = shards.four_bit_layers(model)
     names = [n[0] for n in shards.tied_names(model) if n[0] not in {*four, *left_out}]
-    state: dict[str, Any] = {"model": {n: storable(tensors[n], own.get(n)) for n in names}}
+    state: dict[str, Any] = {"model": {n: storable(tensors[n], orders.get(n)) for n in names}}
     state |= checksums(model, left_out)
     if optimizer is not None:
         state["optimizer"] = flat_state(model, optimizer)
@@ -202,11 +202,11 @@ def _one_by_one(model: nn.Module, added: Mapping[str, Callable[[], Tensor]]) -> 
     Args:
         added: the changes by adapters that are merged, by the name of the weight.
     """
-    tensors, own = dict(shards.named_tensors(model)), shards.rank_orders(model)
+    tensors, orders = dict(shards.named_tensors(model)), shards.rank_orders(model)
     scalars = shards.scalars_of(model)
 
     def read_full(name: str) -> Tensor | None:
-        value = shards.whole_of(tensors[name], own.get(name), scalar=name in scalars)
+        value = shards.whole_of(tensors[name], orders.get(name), scalar=name in scalars)
         if name in added:
             value = value + added[name]()
         return value.to("cpu").contiguous() if distributed.get_rank() == 0 else None
@@ -273,8 +273,8 @@ def _empty(folder: Path) -> None:
 def _replace_weights(folder: Path, new: Path) -> None:
     """Moves the files of `new` to a folder, and removes the weights that were in it."""
     folder.mkdir(parents=True, exist_ok=True)
-    made = {file.name for file in new.iterdir()}
-    old = [file for file in folder.glob("*.safetensors*") if file.name not in made]
+    written = {file.name for file in new.iterdir()}
+    old = [file for file in folder.glob("*.safetensors*") if file.name not in written]
     for file in sorted(new.iterdir(), key=lambda file: file.name == INDEX):  # the index last
         file.replace(folder / file.name)
     for file in sorted(old, key=lambda file: file.name != INDEX):  # and an old one first
@@ -288,12 +288,12 @@ def _parts(
     part: list[str] = []
     filled = 0
     for names in groups:
-        own = sum(tensors[name].numel() * tensors[name].element_size() for name in names)
-        if part and filled + own > size:
+        part_bytes = sum(tensors[name].numel() * tensors[name].element_size() for name in names)
+        if part and filled + part_bytes > size:
             yield part
             part, filled = [], 0
         part += names
-        filled += own
+        filled += part_bytes
     yield part
 
 

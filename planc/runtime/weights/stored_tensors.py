@@ -50,8 +50,8 @@ def _copy(target: Tensor, opened: Any, piece: Piece, ranges: Sequence[Runs]) -> 
 
 def _read(opened: Any, piece: Piece, of_piece: Sequence[slice]) -> Tensor:
     entry, dims = piece[0], piece[1].dims
-    own = {dim: part for dim, part in zip(dims, of_piece, strict=True) if dim is not None}
-    values = entry.part(opened, [own[dim] for dim in sorted(own)])
+    slices = {dim: part for dim, part in zip(dims, of_piece, strict=True) if dim is not None}
+    values = entry.part(opened, [slices[dim] for dim in sorted(slices)])
     values = values.permute([dim for dim in dims if dim is not None])
     for position, dim in enumerate(dims):
         if dim is None:

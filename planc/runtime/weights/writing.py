@@ -374,16 +374,16 @@ def describe_files(
 
 
 def _chunks(
-    one: Stored, places: Iterable[Coordinate]
+    stored: Stored, places: Iterable[Coordinate]
 ) -> tuple[list[ChunkStorageMetadata], dict[Coordinate, list[int]]]:
     """The chunks of a tensor, which all of its layout share, and their numbers by place."""
     chunks, numbers = list[ChunkStorageMetadata](), dict[Coordinate, list[int]]()
     for at in places:
-        mine = [ChunkStorageMetadata(*map(torch.Size, chunk)) for chunk in chunks_at(one, at)]
+        mine = [ChunkStorageMetadata(*map(torch.Size, chunk)) for chunk in chunks_at(stored, at)]
         numbers[at] = [*range(len(chunks), len(chunks) + len(mine))]
         chunks += mine
     held = sum(math.prod(chunk.sizes) for chunk in chunks)
     offsets = {chunk.offsets for chunk in chunks}
-    if held != math.prod(one.shape or ()) or len(offsets) != len(chunks):
-        raise RuntimeError(f"the shards of {one.key} are not the whole tensor")
+    if held != math.prod(stored.shape or ()) or len(offsets) != len(chunks):
+        raise RuntimeError(f"the shards of {stored.key} are not the whole tensor")
     return chunks, numbers
