@@ -192,19 +192,21 @@ class Pipeline(Op):
     @property
     def shared_modules(self) -> tuple[Modules, ...]:
         """The modules of other stages that these ranks hold, as their own ones share parameters."""
-        found = (m for some in self.shares if {*some.stages} & {*self.own} for m in some.modules)
-        return tuple(dict.fromkeys(found))
+        modules = (
+            m for shared in self.shares if {*shared.stages} & {*self.own} for m in shared.modules
+        )
+        return tuple(dict.fromkeys(modules))
 
     def stage_of(self, block: int) -> int:
         """The stage that a block belongs to."""
         return next(i for i, stop in enumerate(self.bounds[1:]) if block < stop)
 
     def calls(self, _context: call.Context) -> Iterator[call.Step]:
-        made = call.FunctionCall(
+        function_call = call.FunctionCall(
             "standalone.pipeline:split",
             (call.MODEL, call.Index(call.MESH, (self.axis,))),
             (
-                ("own", call.Items(self.own)),
+                ("local_stages", call.Items(self.own)),
                 ("blocks", str(self.blocks)),
                 ("bounds", call.Items(self.bounds)),
                 ("inputs", call.Members(self.inputs)),
@@ -221,7 +223,7 @@ class Pipeline(Op):
                 *([("added", self.added)] if self.added else []),
             ),
         )
-        yield call.Once(call=made, note=self.place)
+        yield call.Once(call=function_call, note=self.place)
 
     @property
     def about(self) -> str:
@@ -261,8 +263,8 @@ class Pipeline(Op):
     @classmethod
     def section(cls, ops: Sequence[Self], mesh: AxisSizes) -> Iterator[str]:
         yield phrases.head(cls.WORD, ops[0].headline(mesh))
-        for some in ops[0].shares:
-            yield from map(partial(phrases.head, ""), _shared_by(some))
+        for shared in ops[0].shares:
+            yield from map(partial(phrases.head, ""), _shared_by(shared))
         if sent := (*ops[0].given, *ops[0].states):
             yield phrases.head("", f"sent beside hidden states: {', '.join(map(_argument, sent))}")
         for stage in range(ops[0].stages):

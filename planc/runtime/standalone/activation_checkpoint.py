@@ -25,11 +25,11 @@ item numbers those of them that are kept on the CPU.
 def operators(names: Iterable[str]) -> Iterator[Any]:
     """Torch's operators with these names; a build may lack some of them."""
     for name in names:
-        found = torch.ops
+        operator = torch.ops
         for part in name.split("."):
-            found = getattr(found, part, None)
-        if found is not None:
-            yield found
+            operator = getattr(operator, part, None)
+        if operator is not None:
+            yield operator
 
 
 def _there(groups: Iterable[Group]) -> None:
@@ -51,9 +51,9 @@ def _chooser(groups: Iterable[Group]) -> Callable[..., bool | str | None]:
     numbers is computed again, or what draws after it would draw its numbers.
     """
     table: dict[Any, tuple[int, int | tuple[int, ...], tuple[int, ...]]] = {}
-    for group, (every, names, *more) in enumerate(groups):
+    for group, (period, names, *more) in enumerate(groups):
         away = more[0] if more else ()
-        table |= dict.fromkeys(operators(names), (group, every, away))
+        table |= dict.fromkeys(operators(names), (group, period, away))
     counts: dict[tuple[bool, int], int] = {}
 
     def chosen(
@@ -61,10 +61,10 @@ def _chooser(groups: Iterable[Group]) -> Callable[..., bool | str | None]:
     ) -> bool | str | None:
         if op not in table:
             return None
-        group, every, away = table[op]
+        group, period, away = table[op]
         count = counts.get((again, group), 0)
         counts[again, group] = count + 1
-        keep = count % every == 0 if isinstance(every, int) else count in every
+        keep = count % period == 0 if isinstance(period, int) else count in period
         if not keep or draws(op, args, kwargs):
             return False
         return CPU if count in away else True

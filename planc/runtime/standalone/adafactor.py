@@ -39,18 +39,20 @@ class Factored:
 
     def step(self, group: Any, state: Any) -> None:
         """One step; every rank calls it."""
-        every = [*zip(self.parameters, self.blocks, strict=True)]
+        pairs = [*zip(self.parameters, self.blocks, strict=True)]
         gradients = [
             torch.zeros_like(part_of(p)) if p.grad is None else gradient_part(p)
-            for p, _ in every
+            for p, _ in pairs
         ]
-        found = [
+        sums = [
             squares(p, gradient, blocks)
-            for (p, blocks), gradient in zip(every, gradients, strict=True)
+            for (p, blocks), gradient in zip(pairs, gradients, strict=True)
         ]
-        totals = iter(self.all_reduce([tensor for some in found for tensor in some]))
+        totals = iter(
+            self.all_reduce([tensor for tensors in sums for tensor in tensors])
+        )
         updates: list[tuple[Tensor, Tensor, Tensor]] = []
-        for (p, blocks), gradient in zip(every, gradients, strict=True):
+        for (p, blocks), gradient in zip(pairs, gradients, strict=True):
             seen, norm, *means = [next(totals) for _ in range(4 if p.ndim > 1 else 2)]
             if p.grad is None and not seen.item():  # no rank has one
                 continue
@@ -65,9 +67,9 @@ class Factored:
         norms = self.all_reduce([update.square().sum() for _, update, _ in updates])
         for (p, update, size), norm in zip(updates, norms, strict=True):
             clip = ((norm / p.numel()).sqrt() / group["d"]).clamp(min=1.0)
-            own = part_of(p)
-            own.mul_(1 - group["lr"] * group["weight_decay"])
-            own.sub_(update.mul_(size / clip))
+            shard = part_of(p)
+            shard.mul_(1 - group["lr"] * group["weight_decay"])
+            shard.sub_(update.mul_(size / clip))
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The sums over the ranks, by one collective."""
@@ -83,20 +85,20 @@ def squares(parameter: Tensor, gradient: Tensor, blocks: list[Block]) -> list[Te
     """This rank's part of: whether there is a gradient, the square of the parameter,
     and, of a matrix, those of the gradient's rows and columns.
     """
-    own = part_of(parameter)
-    wide = torch.promote_types(own.dtype, torch.float32)
-    seen = own.new_tensor(float(parameter.grad is not None), dtype=wide)
-    found = [seen, own.to(wide).square().sum()]
+    shard = part_of(parameter)
+    wide = torch.promote_types(shard.dtype, torch.float32)
+    seen = shard.new_tensor(float(parameter.grad is not None), dtype=wide)
+    sums = [seen, shard.to(wide).square().sum()]
     if parameter.ndim > 1:
         *before, height, width = parameter.shape
-        rows = own.new_zeros((*before, height), dtype=wide)
-        columns = own.new_zeros((*before, width), dtype=wide)
+        rows = shard.new_zeros((*before, height), dtype=wide)
+        columns = shard.new_zeros((*before, width), dtype=wide)
         for inner, outer in blocks:
             square = gradient[inner].to(wide).square()
             rows[outer[:-1]] += square.sum(-1)
             columns[(*outer[:-2], outer[-1])] += square.sum(-2)
-        found += [rows, columns]
-    return found
+        sums += [rows, columns]
+    return sums
 
 
 def second_moment(
@@ -125,8 +127,8 @@ def second_moment(
     moment = torch.empty_like(gradient)
     for inner, outer in blocks:
         *before, row, column = outer
-        one = rows[(*before, row)] * columns[(*before, slice(None), column)]
-        moment[inner] = one.to(moment.dtype)
+        product = rows[(*before, row)] * columns[(*before, slice(None), column)]
+        moment[inner] = product.to(moment.dtype)
     return moment
 
 
@@ -145,10 +147,10 @@ def update_average(
         like = parameter if name == "variance" else value
         zeros = torch.zeros_like(like, dtype=dtype)
         state[name] = create_state(zeros, parameter, name, group)
-    own = state[name]
-    own = own if isinstance(own, KeptState) else part_of(own)
-    moved = read_as([own], value)[0].lerp(value, share)
-    own.copy_(moved)
+    average = state[name]
+    average = average if isinstance(average, KeptState) else part_of(average)
+    moved = read_as([average], value)[0].lerp(value, share)
+    average.copy_(moved)
     return moved
 
 

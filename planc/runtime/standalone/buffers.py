@@ -48,16 +48,16 @@ def buffers_of(
     model: nn.Module, path: str, module: nn.Module, names: list[str]
 ) -> dict[str, Tensor]:
     """The buffers for which a call gives the same values, whatever they were before."""
-    found: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
     for way in ways_to_fill(model, path, module):
         with contextlib.suppress(Exception):  # the call may not fit this module
-            one, other = (filled_twin(module, names, way, value) for value in (3, 5))
+            first, other = (filled_twin(module, names, way, value) for value in (3, 5))
             for name in names:
-                if name not in found and torch.equal(one[name], other[name]):
-                    found[name] = one[name]
-        if len(found) == len(names):
+                if name not in buffers and torch.equal(first[name], other[name]):
+                    buffers[name] = first[name]
+        if len(buffers) == len(names):
             break
-    return found
+    return buffers
 
 
 def ways_to_fill(
@@ -87,10 +87,10 @@ def filled_twin(
     twin = twin_of(module, value)
     with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         other = way(twin)
-    made = other if isinstance(other, nn.Module) else twin
+    filled = other if isinstance(other, nn.Module) else twin
     out: dict[str, Tensor] = {}
     for name in names:
-        buffer, was = made._buffers[name], module._buffers[name]
+        buffer, was = filled._buffers[name], module._buffers[name]
         if buffer.is_meta or buffer.shape != was.shape:
             raise RuntimeError(f"{name} was not computed")
         out[name] = buffer.to(was.dtype)
@@ -114,8 +114,8 @@ def twin_of(module: nn.Module, value: int) -> nn.Module:
         for name, b in module._buffers.items()
     }
     twin._modules = {}
-    made: nn.Module = twin
-    return made
+    module_twin: nn.Module = twin
+    return module_twin
 
 
 def new_like(tensor: Tensor, device: str) -> Tensor:

@@ -77,8 +77,8 @@ def norm_of_gradients(model: nn.Module, norm_type: float) -> Tensor:
     wide = torch.float64 if double else torch.float32
     total = torch.zeros((), device=device, dtype=wide)
     for dims, parts in parts_of.items():
-        own = power_over(parts, dims, norm_type, total)
-        total = added_power(total, own, norm_type)
+        power = power_over(parts, dims, norm_type, total)
+        total = added_power(total, power, norm_type)
     if stages is not None:
         group = stages.mesh.get_group()
         distributed.all_reduce(total, op=kind_of_norm(norm_type), group=group)
@@ -130,6 +130,6 @@ def kind_of_norm(norm_type: float) -> Any:
     return distributed.ReduceOp.MAX if inf else distributed.ReduceOp.SUM
 
 
-def added_power(one: Tensor, other: Tensor, norm_type: float) -> Tensor:
+def added_power(first: Tensor, other: Tensor, norm_type: float) -> Tensor:
     """Two sums of powers, or maxima, as one."""
-    return torch.maximum(one, other) if math.isinf(norm_type) else one + other
+    return torch.maximum(first, other) if math.isinf(norm_type) else first + other

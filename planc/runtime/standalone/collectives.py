@@ -12,18 +12,20 @@ from torch import Tensor, distributed
 Sizes = list[int]
 
 
-def all_gather(every: Tensor, own: Tensor, group: Any, async_op: bool = False) -> Any:
-    """Fills `every` with the tensors of all ranks, one after the other."""
+def all_gather(
+    gathered: Tensor, shard: Tensor, group: Any, async_op: bool = False
+) -> Any:
+    """Fills `gathered` with the tensors of all ranks, one after the other."""
     named = getattr(distributed, "all_gather_single", None)  # torch 2.13
     return (named or distributed.all_gather_into_tensor)(
-        every, own, group=group, async_op=async_op
+        gathered, shard, group=group, async_op=async_op
     )
 
 
-def reduce_scatter(own: Tensor, every: Tensor, group: Any) -> None:
-    """Fills `own` with this rank's part of the sum of `every` over the ranks."""
+def reduce_scatter(shard: Tensor, addends: Tensor, group: Any) -> None:
+    """Fills `shard` with this rank's part of the sum of `addends` over the ranks."""
     named = getattr(distributed, "reduce_scatter_single", None)  # torch 2.13
-    (named or distributed.reduce_scatter_tensor)(own, every, group=group)
+    (named or distributed.reduce_scatter_tensor)(shard, addends, group=group)
 
 
 class GatherSequence(torch.autograd.Function):  # type: ignore[misc]
@@ -32,16 +34,16 @@ class GatherSequence(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
         ctx.group, size = group, group.size()
-        every = part.new_empty((size * len(part), *part.shape[1:]))
-        all_gather(every, part.contiguous(), group=group)
-        return every.unflatten(0, (size, len(part))).movedim(0, 2).flatten(2, 3)
+        gathered = part.new_empty((size * len(part), *part.shape[1:]))
+        all_gather(gathered, part.contiguous(), group=group)
+        return gathered.unflatten(0, (size, len(part))).movedim(0, 2).flatten(2, 3)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         size = ctx.group.size()
-        every = grad.unflatten(2, (size, -1)).movedim(2, 0).flatten(0, 1).contiguous()
-        part = every.new_empty((len(every) // size, *every.shape[1:]))
-        reduce_scatter(part, every, group=ctx.group)
+        addends = grad.unflatten(2, (size, -1)).movedim(2, 0).flatten(0, 1).contiguous()
+        part = addends.new_empty((len(addends) // size, *addends.shape[1:]))
+        reduce_scatter(part, addends, group=ctx.group)
         return part, None
 
 

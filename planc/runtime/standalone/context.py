@@ -442,8 +442,8 @@ class PartLoss:
             plain = "labels" in taken and "shift_labels" not in taken
             name = "labels" if plain else "shift_labels"
             kwargs["num_items_in_batch"] = self.labels(name)[1]
-        found: Tensor = self.function(*args, **kwargs)
-        return found
+        loss: Tensor = self.function(*args, **kwargs)
+        return loss
 
     def leave(self, model: Any, output: Any) -> Any:
         """The output with its loss; a model that calls no `loss_function` has taken the

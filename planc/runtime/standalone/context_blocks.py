@@ -35,9 +35,9 @@ class ContextInBlocks(ContextOfRows):
         **settings: Any,
     ) -> None:
         super().__init__(model, mesh, **settings)
-        every = lists_with(model, blocks)
-        first, last = (every.index(model.get_submodule(name)) for name in blocks)
-        self.attach(every[first : last + 1], heads, seeing)
+        modules = lists_with(model, blocks)
+        first, last = (modules.index(model.get_submodule(name)) for name in blocks)
+        self.attach(modules[first : last + 1], heads, seeing)
 
     def attach(
         self,
@@ -111,8 +111,8 @@ class ContextInBlocks(ContextOfRows):
 
     def _leave_out(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         if isinstance(output, tuple | list):
-            made = (self.local_tokens(v) if is_hidden(v) else v for v in output)
-            return type(output)(made)
+            values = (self.local_tokens(v) if is_hidden(v) else v for v in output)
+            return type(output)(values)
         return self.local_tokens(output)
 
 

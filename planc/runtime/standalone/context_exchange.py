@@ -29,18 +29,18 @@ class KeyExchange:
     """The ranks around which keys and values go."""
 
     def __init__(self, mesh: DeviceMesh, attention: str, ulysses: int) -> None:
-        every = mesh.size()
-        self.heads = every if attention == "ulysses" else ulysses
+        ranks = mesh.size()
+        self.heads = ranks if attention == "ulysses" else ulysses
         """The number of ranks that have some heads each of the same tokens."""
-        if every % self.heads:
+        if ranks % self.heads:
             text = (
-                f"{every} ranks of the context axis are not divisible by {self.heads}"
+                f"{ranks} ranks of the context axis are not divisible by {self.heads}"
             )
             raise ContextError(f"`ulysses`: {text}")
-        self.others = every // self.heads
+        self.others = ranks // self.heads
         """The number of ranks that have other tokens, and the same heads."""
         self.rank, self.among = divmod(mesh.get_local_rank(), self.heads)
-        if 1 < self.heads < every:
+        if 1 < self.heads < ranks:
             both = mesh._unflatten(0, (self.others, self.heads), ("others", "heads"))
             self.groups = [both.get_group(n) for n in ("others", "heads")]
         else:
@@ -50,8 +50,8 @@ class KeyExchange:
 
     def gather_tokens(self, part: Tensor) -> Tensor:
         """A tensor `[rows, heads, tokens, ...]` of the other ranks, rank by rank."""
-        found: Tensor = GatherSequence.apply(part, self.groups[0])
-        return found
+        gathered: Tensor = GatherSequence.apply(part, self.groups[0])
+        return gathered
 
     def swap_sharded_dim(
         self, value: Tensor, source: int, target: int, name: str
@@ -68,9 +68,9 @@ class KeyExchange:
             raise ContextError(f"{text} ranks of the context axis")
         return swap_sharded_dim(value, self.groups[1], source, target)
 
-    def heads_of(self, every: Tensor) -> Tensor:
+    def heads_of(self, heads: Tensor) -> Tensor:
         """The numbers of this rank's heads, of those of each head in dim 0."""
-        return every.unflatten(0, (self.heads, -1))[self.among]
+        return heads.unflatten(0, (self.heads, -1))[self.among]
 
 
 class SomeHeads:
@@ -93,16 +93,16 @@ class SeveralMasks(MaskUnread):
 
     Args:
         make: the mask for a `KeyExchange`.
-        own: the tokens of a rank.
+        queries: the tokens of a rank.
         ranks: how many share a sequence.
     """
 
     way_out = f"{OTHERS} in all layers"
 
     def __init__(
-        self, make: Callable[[KeyExchange], Any], own: int, ranks: int
+        self, make: Callable[[KeyExchange], Any], queries: int, ranks: int
     ) -> None:
-        self.make, self.shape = make, (own, own * ranks)
+        self.make, self.shape = make, (queries, queries * ranks)
         self.found: dict[tuple[int, bool], Any] = {}
 
     def mask_for(self, keys: KeyExchange) -> Any:

@@ -62,8 +62,8 @@ class Fused:
         """
         query, key, value = self.given
         first = [self._one(query[:, of], key, value) for of in self.shares]
-        found, sums = (merge_head_groups(parts) for parts in zip(*first, strict=True))
-        return found[..., : self.of_value], sums.unsqueeze(-1)
+        outputs, sums = (merge_head_groups(parts) for parts in zip(*first, strict=True))
+        return outputs[..., : self.of_value], sums.unsqueeze(-1)
 
     def backward(self, grad: Tensor, output: Tensor, sums: Tensor) -> list[Tensor]:
         """The gradients of queries, keys and values.
@@ -86,19 +86,22 @@ class Fused:
             for of in self.shares
         ]
         of_queries, *of_keys = zip(*parts, strict=True)
-        every = (
+        gradients = (
             merge_head_groups(of_queries),
-            *(sum(one[1:], one[0]) for one in of_keys),
+            *(sum(gradient[1:], gradient[0]) for gradient in of_keys),
         )
         widths = self.of_query, self.of_query, self.of_value
-        return [one[..., :width] for one, width in zip(every, widths, strict=True)]
+        return [
+            gradient[..., :width]
+            for gradient, width in zip(gradients, widths, strict=True)
+        ]
 
     def _one(self, *given: Tensor) -> tuple[Tensor, Tensor]:
         if given[0].is_cuda:
-            found, sums, *_ = ATEN._scaled_dot_product_flash_attention(
+            output, sums, *_ = ATEN._scaled_dot_product_flash_attention(
                 *given, 0.0, self.causal, False, scale=self.scale
             )
-            return found, sums
+            return output, sums
         both: tuple[Tensor, Tensor] = ATEN._scaled_dot_product_flash_attention_for_cpu(
             *given, 0.0, self.causal, scale=self.scale
         )

@@ -164,15 +164,18 @@ class ContextOfPatches(ContextOfRows):
 
     def joint(self, hidden: Tensor, text: Tensor | None, rotary: Any) -> Joint:
         """The tokens of an attention module, by its arguments."""
-        own, before = hidden.shape[1], 0
+        local, before = hidden.shape[1], 0
         if text is not None:
             before = text.shape[1]
         elif rotary is not None:  # text, if any, is joined to the patches already
             whole = rotary[0].shape[rows_dim(rotary[0])]
-            patches = whole - own
+            patches = whole - local
             require_divisible(patches, self.size - 1, WHAT, self.size)
-            own, before = patches // (self.size - 1), own - patches // (self.size - 1)
-        return Joint(own, before, self.first, self.rank, self.size)
+            local, before = (
+                patches // (self.size - 1),
+                local - patches // (self.size - 1),
+            )
+        return Joint(local, before, self.first, self.rank, self.size)
 
     def compute(
         self, module: nn.Module, joint: Joint, all_: Any, mask: Any, rest: Any
@@ -202,8 +205,8 @@ class ContextOfPatches(ContextOfRows):
             given = {**rest, "attn_mask": mask}
             return scaled_dot_product_attention(query, key, value, **given)
         text, both = joint.split(torch.cat([key, value], -1))
-        every = joint.join(text, self.keys.gather_tokens(both))
-        key, value = every.split([key.shape[-1], value.shape[-1]], -1)
+        joined = joint.join(text, self.keys.gather_tokens(both))
+        key, value = joined.split([key.shape[-1], value.shape[-1]], -1)
         mask = joint.of_queries(mask)
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, **rest)
 
@@ -215,20 +218,20 @@ class ContextOfPatches(ContextOfRows):
 
         def some(value: Tensor) -> Tensor:
             text, patches = joint.split(value)
-            own = keys.swap_sharded_dim(patches, 1, 2, name)
+            local = keys.swap_sharded_dim(patches, 1, 2, name)
             mine = text.unflatten(1, (keys.heads, -1))[:, keys.among]
-            return joint.join(mine, own)
+            return joint.join(mine, local)
 
         wider = Joint(
             joint.own * keys.heads, joint.text, self.first, keys.rank, keys.others
         )
-        made = self.among(module, wider, tuple(map(some, all_)), mask, rest)
-        text, patches = wider.split(made)
+        outputs = self.among(module, wider, tuple(map(some, all_)), mask, rest)
+        text, patches = wider.split(outputs)
         back = keys.swap_sharded_dim(patches, 2, 1, name)
         if not text.shape[2]:
             return back
-        every = GatherSequence.apply(text.transpose(1, 2), keys.groups[1])
-        return joint.join(every.transpose(1, 2), back)
+        gathered = GatherSequence.apply(text.transpose(1, 2), keys.groups[1])
+        return joint.join(gathered.transpose(1, 2), back)
 
     def run_ring_attention(
         self, module: nn.Module, joint: Joint, all_: Any, mask: Any, rest: Any
@@ -249,15 +252,17 @@ class Joint:
     """The tokens of an attention module: text, whole, and this rank's patches.
 
     Args:
-        own: the patches of a rank.
+        local: the patches of a rank.
         text: how many tokens text has; 0 where patches attend alone.
         first: whether text stands before the patches.
         rank, size: which part of how many.
     """
 
-    def __init__(self, own: int, text: int, first: bool, rank: int, size: int) -> None:
-        self.own, self.text, self.first = own, text, first
-        self.rank, self.patches = rank, own * size
+    def __init__(
+        self, local: int, text: int, first: bool, rank: int, size: int
+    ) -> None:
+        self.own, self.text, self.first = local, text, first
+        self.rank, self.patches = rank, local * size
         self.whole = text + self.patches
 
     def split(self, value: Tensor, dim: int = 2) -> tuple[Tensor, Tensor]:
@@ -321,9 +326,9 @@ class JointMask:
             raise ContextError(f"a mask that is added to scores: {OTHERS}")
         self.joint, self.rank = joint, ring.rank
         self.given, self.mask = mask, joint.of_queries(mask)
-        text, own = joint.text, joint.own
-        self.patches = slice(text, text + own) if joint.first else slice(0, own)
-        self.words = slice(0, text) if joint.first else slice(own, own + text)
+        text, local = joint.text, joint.own
+        self.patches = slice(text, text + local) if joint.first else slice(0, local)
+        self.words = slice(0, text) if joint.first else slice(local, local + text)
         self.found: dict[tuple[int, bool], list[RingPiece]] = {}
 
     @functools.cached_property
@@ -363,8 +368,8 @@ class JointMask:
 
 def cuts(run: slice) -> list[slice]:
     """Cuts a range of tokens into tiles of at most `TILE` tokens."""
-    every = range(run.start, run.stop, TILE)
-    return [slice(at, min(at + TILE, run.stop)) for at in every]
+    starts = range(run.start, run.stop, TILE)
+    return [slice(at, min(at + TILE, run.stop)) for at in starts]
 
 
 class ReplacedAttention(TorchFunctionMode):  # type: ignore[misc]

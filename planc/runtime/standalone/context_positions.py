@@ -34,13 +34,13 @@ def counting_of(
 def positions_of_tokens(module: Any, batch: Mapping[str, Any]) -> Tensor:
     """Positions that count the ids that are no padding, as fairseq's models do."""
     ids, pad = batch.get("input_ids"), module.padding_idx
-    found: Tensor
+    positions: Tensor
     if ids is None:
         given = batch["inputs_embeds"]
-        found = module.create_position_ids_from_inputs_embeds(given, pad)
+        positions = module.create_position_ids_from_inputs_embeds(given, pad)
     else:
-        found = module.create_position_ids_from_input_ids(ids, pad)
-    return found
+        positions = module.create_position_ids_from_input_ids(ids, pad)
+    return positions
 
 
 def positions_in_mask(batch: Mapping[str, Any]) -> Tensor | None:
@@ -108,13 +108,13 @@ class PartCache:
 
     def get_seq_length(self, *_: Any, **__: Any) -> Tensor:
         """The number of tokens of other ranks before each token of this rank."""
-        own, context = self.hidden.shape[1], self.context
+        length, context = self.hidden.shape[1], self.context
         if context.tokens is not None and context.tokens.several():
             text = "the model's code counts the tokens of a row"
             raise ContextError(f"{text}: use another balance than `per_document`")
         order = order_of(self.hidden, context.size, context.balance)
-        first = torch.arange(own, device=order.device)
-        return order.view(-1, own)[context.rank] - first
+        first = torch.arange(length, device=order.device)
+        return order.view(-1, length)[context.rank] - first
 
     def update(
         self, keys: Tensor, values: Tensor, *_: Any, **__: Any
@@ -126,5 +126,5 @@ class PartCache:
         """All-gathers the indexer's keys `[rows, tokens, features]` of all ranks."""
         if self.context.keys.heads > 1 or self.context.others:
             raise ContextError("an indexer chooses keys: use `attention = all_gather`")
-        found: Tensor = self.context.gather_rank_by_rank(keys.unsqueeze(1))
-        return found.squeeze(1)
+        gathered: Tensor = self.context.gather_rank_by_rank(keys.unsqueeze(1))
+        return gathered.squeeze(1)

@@ -117,7 +117,7 @@ class RingMask(MaskUnread):
 
     Args:
         made: transformers' mask `[rows, 1, queries, keys]`, by offsets and lengths.
-        own: the tokens of a rank.
+        length: the tokens of a rank.
         ring: the ranks.
         evenly: whether a query that sees no key gets the mean of all values, as where a
             mask is added to the scores; else zeros.
@@ -127,20 +127,20 @@ class RingMask(MaskUnread):
     def __init__(
         self,
         made: Callable[..., Tensor],
-        own: int,
+        length: int,
         ring: Ring,
         *,
         evenly: bool,
         read: bool = False,
     ) -> None:
-        self.made, self.own, self.ring, self.evenly = made, own, ring, evenly
+        self.made, self.own, self.ring, self.evenly = made, length, ring, evenly
         self.read = read
-        self.shape = own, own * ring.size
+        self.shape = length, length * ring.size
         self.found: dict[tuple[int, bool], list[tuple[slice, slice, str]]] = {}
         # where causal attention is balanced, a rank has a run of each half
-        half = -(-own // 2)
+        half = -(-length // 2)
         long = -(-half // -(-half // TILE))
-        runs = ((0, half), (half, own))
+        runs = ((0, half), (half, length))
         self.cuts = [
             slice(at, min(at + long, end))
             for start, end in runs
@@ -367,14 +367,14 @@ class Scores:
     ) -> None:
         self.shape, self.groups, self.dtype = query.shape[:3], key.shape[1], query.dtype
         self.query = self.group_heads(query)
-        found = self.ungroup_heads(
+        values = self.ungroup_heads(
             matmul_in_fp32(self.query, key.flatten(0, 1).mT)
         ).mul_(scale)
         self.slope: Any = scale
         if cap is not None:
-            bent = found.div_(cap).tanh_()
-            found, self.slope = bent * cap, scale * (1 - bent * bent)
-        self.values = found if mask is None else found.masked_fill_(~mask, LEAST)
+            bent = values.div_(cap).tanh_()
+            values, self.slope = bent * cap, scale * (1 - bent * bent)
+        self.values = values if mask is None else values.masked_fill_(~mask, LEAST)
 
     def group_heads(self, heads: Tensor) -> Tensor:
         """`[rows x heads of keys, heads that share one x queries, ...]`."""
@@ -417,8 +417,12 @@ class RingAttention(torch.autograd.Function):  # type: ignore[misc]
         for owner, block in ring.rotate(torch.cat([key, value], -1)):
             for piece in mask.pieces(owner, fused=ctx.rest[2].fused):
                 of_keys = halves(block[:, :, piece.keys], key)
-                found = ctx.rest[2].attend(piece, query[:, :, piece.queries], of_keys)
-                merge(*found, *(t[:, :, piece.queries] for t in (top, total, output)))
+                attended = ctx.rest[2].attend(
+                    piece, query[:, :, piece.queries], of_keys
+                )
+                merge(
+                    *attended, *(t[:, :, piece.queries] for t in (top, total, output))
+                )
         if sinks is not None:
             merge(
                 by_head(sinks).expand_as(top).clone(), lambda _: 0, top, total, output
@@ -437,28 +441,32 @@ class RingAttention(torch.autograd.Function):  # type: ignore[misc]
         shared = (grad.to(top.dtype) * output).sum(-1, keepdim=True).transpose(1, 2)
         both = grad.transpose(1, 2), output.transpose(1, 2)
         facts = query, *both, shared, top, total
-        found = torch.zeros_like(query, dtype=top.dtype)
-        own, coming = shared, None  # gradients of this rank's block, and of another's
+        query_gradient = torch.zeros_like(query, dtype=top.dtype)
+        local, coming = shared, None  # gradients of this rank's block, and of another's
         for owner, block in ring.rotate(torch.cat([key, value], -1)):
             given = torch.zeros_like(block, dtype=top.dtype)
             for piece in mask.pieces(owner, fused=computed.fused):
-                some = [t[:, :, piece.queries] for t in facts]
+                slices = [t[:, :, piece.queries] for t in facts]
                 of_keys = halves(block[:, :, piece.keys], key)
-                one, *others = computed.gradients(piece, some, of_keys)
-                found[:, :, piece.queries] += one
+                of_queries, *others = computed.gradients(piece, slices, of_keys)
+                query_gradient[:, :, piece.queries] += of_queries
                 for part, other in zip(halves(given, key), others, strict=True):
                     part[:, :, piece.keys] += other
             if owner == ring.rank:
-                own = given
+                local = given
             else:
                 given += 0 if coming is None else coming.wait()
                 coming = ring.pass_on(given)
-        every = own if coming is None else own + coming.wait()
+        total_gradient = local if coming is None else local + coming.wait()
         lost = None
         if sinks is not None:
             weights = (by_head(sinks) - top).exp() / total
             lost = -(weights * shared).sum((0, 2, 3)).to(sinks.dtype).view_as(sinks)
-        back = found.to(query.dtype), *halves(every.to(key.dtype), key), lost
+        back = (
+            query_gradient.to(query.dtype),
+            *halves(total_gradient.to(key.dtype), key),
+            lost,
+        )
         return (*back, *[None] * 5)
 
 

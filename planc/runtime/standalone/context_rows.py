@@ -70,7 +70,7 @@ class ContextOfRows(ContextParallel):
 
         return of_local(gather, part, 1)
 
-    def local_tokens(self, every: Tensor) -> Tensor:
+    def local_tokens(self, tokens: Tensor) -> Tensor:
         """This rank's tokens of a tensor that `gather_tokens` returns."""
 
         def cut(local: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class ContextOfRows(ContextParallel):
             order = order_of(part, self.size, self.balance).view(self.size, -1)
             return local[:, order[self.rank]]
 
-        return of_local(cut, every, 1)
+        return of_local(cut, tokens, 1)
 
     def _enter_rows(self, model: Any, given: Mapping[str, Any]) -> Tensor:
         """Notes the rows of a pass, which it returns, and what its loss is."""
@@ -102,7 +102,7 @@ class ContextOfRows(ContextParallel):
 def first_of(given: Mapping[str, Any]) -> Tensor:
     """The argument that has the rows and tokens of a batch."""
     names = ("input_ids", "inputs_embeds")
-    found = next((given[n] for n in names if given.get(n) is not None), None)
-    if not isinstance(found, Tensor):
+    first = next((given[n] for n in names if given.get(n) is not None), None)
+    if not isinstance(first, Tensor):
         raise ContextError("the batch has no `input_ids`")
-    return found
+    return first

@@ -57,8 +57,8 @@ class StateRanks:
         self.mine = slice(rank * tokens.own, (rank + 1) * tokens.own)
         # the runs of this rank by their numbers in a row, and all, by rank
         self.runs = [rank] if tokens.balance == "none" else [rank, 2 * ranks - 1 - rank]
-        every = [[r, 2 * ranks - 1 - r][: len(self.runs)] for r in range(ranks)]
-        self.order = torch.tensor(every).flatten().argsort()
+        chunks = [[r, 2 * ranks - 1 - r][: len(self.runs)] for r in range(ranks)]
+        self.order = torch.tensor(chunks).flatten().argsort()
 
     def run_recurrence(
         self, function: Callable[..., Any], part: str, args: Any, kwargs: Any

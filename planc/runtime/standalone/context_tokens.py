@@ -123,9 +123,9 @@ def owners(positions: Tensor, ranks: int, balance: str, *, packed: bool) -> Tens
     if balance == "per_document" and packed:
         start, size = documents_of(positions)
     runs = 2 * ranks
-    for some in size.unique().tolist():
-        what = "the length" if some == length else "the length of a document"
-        require_divisible(some, runs, what, ranks)
+    for document_length in size.unique().tolist():
+        what = "the length" if document_length == length else "the length of a document"
+        require_divisible(document_length, runs, what, ranks)
     run = (index - start) * runs // size
     return torch.minimum(run, runs - 1 - run)
 
@@ -190,12 +190,12 @@ class KeyTokens:
         ranks = group.size()
         facts = [positions] if mask is None else [positions, mask]
         mine = torch.stack([fact.long() for fact in facts], 1).contiguous()
-        every = mine.new_empty((ranks * rows, *mine.shape[1:]))
-        all_gather(every, mine, group=group)
+        gathered = mine.new_empty((ranks * rows, *mine.shape[1:]))
+        all_gather(gathered, mine, group=group)
         # [rows, facts, ranks, length of a part]
-        every = every.unflatten(0, (ranks, rows)).movedim(0, 2)
-        self.positions = every[:, 0].flatten(1)
-        self.padding = None if mask is None else every[:, 1].flatten(1).bool()
+        gathered = gathered.unflatten(0, (ranks, rows)).movedim(0, 2)
+        self.positions = gathered[:, 0].flatten(1)
+        self.padding = None if mask is None else gathered[:, 1].flatten(1).bool()
         self.order = order_of(positions, ranks, balance)
         self.documents = None
         self.places = self.order.expand(rows, -1)
@@ -203,7 +203,7 @@ class KeyTokens:
             return
         if balance == "per_document":
             # the first rank has the first token of each document
-            number = (every[:, 0, 0] == 0).cumsum(-1)
+            number = (gathered[:, 0, 0] == 0).cumsum(-1)
             self.documents = number.repeat(1, ranks)
             one_by_one = self.documents * len(self.order) + self.positions
             self.places = one_by_one.argsort().argsort()
@@ -244,10 +244,10 @@ class KeyTokens:
         def adapted_mask(row: Any, head: Any, query: Any, key: Any) -> Any:
             number = self.documents if packed else None
             at = self.places if number is None else self.positions
-            found = function(row, head, at[row, query], at[row, key])
+            visible = function(row, head, at[row, query], at[row, key])
             if number is not None:
-                found = found & (number[row, query] == number[row, key])
-            return found if self.padding is None else found & self.padding[row, key]
+                visible = visible & (number[row, query] == number[row, key])
+            return visible if self.padding is None else visible & self.padding[row, key]
 
         return adapted_mask
 

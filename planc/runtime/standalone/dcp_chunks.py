@@ -71,9 +71,14 @@ class Pieces(torch.Tensor):
     def _create(part: Tensor, blocks: Any, like: Tensor, order: Order | None) -> Pieces:
         how = {"dtype": part.dtype, "device": part.device}
         shape = tuple(like.shape)
-        made: Pieces = torch.Tensor._make_wrapper_subclass(Pieces, shape, **how)
-        made.part, made.blocks, made.like, made.order = part, blocks, like, order
-        return made
+        pieces: Pieces = torch.Tensor._make_wrapper_subclass(Pieces, shape, **how)
+        pieces.part, pieces.blocks, pieces.like, pieces.order = (
+            part,
+            blocks,
+            like,
+            order,
+        )
+        return pieces
 
     def with_part(self, part: Tensor) -> Pieces:
         """The same blocks in other memory, of any device."""
@@ -118,8 +123,8 @@ def storable(tensor: Tensor, order: Order | None) -> Tensor:
     if irregular(tensor, order):
         return Pieces.from_tensor(tensor, order)
     tensor = tensor.detach()
-    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if not isinstance(inner := getattr(own, "_data", None), Tensor):
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(inner := getattr(local, "_data", None), Tensor):
         return tensor
     if not isinstance(tensor, DTensor):
         return inner

@@ -131,8 +131,8 @@ class Capacity:
         if self.drop == "probs":
             scores = weights.bfloat16().float().view_as(choices)
         way = self.of_rows if self.group is None else self.of_parts
-        found, chosen = way(choices, scores, rows.tokens)
-        return found.reshape(index.shape), (~found & chosen).sum()
+        kept, chosen = way(choices, scores, rows.tokens)
+        return kept.reshape(index.shape), (~kept & chosen).sum()
 
     def of_rows(
         self, choices: Tensor, scores: Tensor | None, tokens: Tensor | None
@@ -147,8 +147,8 @@ class Capacity:
         count = choices.new_tensor(each) if tokens is None else tokens.sum(1)
         slots = slots_of(count.expand(len(choices)), many, self.experts, self.capacity)
         flat = None if scores is None else scores.flatten(1)
-        own = choices.masked_fill(~chosen, self.experts).flatten(1)
-        return choices_with_slot(own, flat, slots).view_as(choices) & chosen, chosen
+        valid = choices.masked_fill(~chosen, self.experts).flatten(1)
+        return choices_with_slot(valid, flat, slots).view_as(choices) & chosen, chosen
 
     def of_parts(
         self, choices: Tensor, scores: Tensor | None, tokens: Tensor | None
@@ -161,17 +161,17 @@ class Capacity:
         if tokens is not None and parts:
             facts.append(tokens[..., None].to(facts[0].dtype))
         mine = torch.cat(facts, -1).contiguous()
-        every = mine.new_empty((ranks * len(mine), *mine.shape[1:]))
-        all_gather(every, mine, group=self.group)
-        every = every.unflatten(0, (ranks, -1)).movedim(0, 1).flatten(1, 2)
+        gathered = mine.new_empty((ranks * len(mine), *mine.shape[1:]))
+        all_gather(gathered, mine, group=self.group)
+        gathered = gathered.unflatten(0, (ranks, -1)).movedim(0, 1).flatten(1, 2)
         order = order_of(choices, ranks, self.balance)  # rank by rank
-        row = every[:, order.argsort()]
+        row = gathered[:, order.argsort()]
         if parts:
             tokens = row[..., -1].bool()
         index, *rest = row[..., : row.shape[-1] - parts].split(choices.shape[-1], -1)
-        found = self.of_rows(index.long(), rest[0] if rest else None, tokens)
-        own = order.view(ranks, -1)[self.group.rank()]
-        return found[0][:, own], found[1][:, own]
+        kept = self.of_rows(index.long(), rest[0] if rest else None, tokens)
+        local = order.view(ranks, -1)[self.group.rank()]
+        return kept[0][:, local], kept[1][:, local]
 
 
 def limit_experts(

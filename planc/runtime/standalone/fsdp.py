@@ -26,13 +26,15 @@ def one_element(modules: Iterable[nn.Module]) -> None:
 
     Values that are read as scalars broadcast as before; `shards.scalars_of` names them.
     """
-    made: dict[int, nn.Parameter] = {}
+    parameters: dict[int, nn.Parameter] = {}
     for inner in {part for module in modules for part in module.modules()}:
-        for name, one in inner._parameters.items():
-            if one is None or one.dim():
+        for name, parameter in inner._parameters.items():
+            if parameter is None or parameter.dim():
                 continue
-            with_dim = nn.Parameter(one.detach().reshape(1), one.requires_grad)
-            inner._parameters[name] = made.setdefault(id(one), with_dim)
+            with_dim = nn.Parameter(
+                parameter.detach().reshape(1), parameter.requires_grad
+            )
+            inner._parameters[name] = parameters.setdefault(id(parameter), with_dim)
             known: set[str] = getattr(inner, "scalar_parameters", set())
             inner.scalar_parameters = known | {name}
 
@@ -142,8 +144,8 @@ def _with_next(
 ) -> Iterator[tuple[FSDPModule, list[FSDPModule]]]:
     """The first unit of each entry, and the units of the next entries."""
     blocks: dict[int, list[FSDPModule]] = {}
-    for some in units:
-        for entry, unit in some:
+    for entries in units:
+        for entry, unit in entries:
             blocks.setdefault(entry, []).append(unit)
     order = [blocks[entry] for entry in sorted(blocks, reverse=backward)]
     for i, (first, *_) in enumerate(order):

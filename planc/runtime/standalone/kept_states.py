@@ -27,20 +27,20 @@ def plan_settings(terms: dict[str, Any], kind: Any) -> tuple[float, float, str]:
     return terms["lr"], terms["weight_decay"], repr((rest, kind))
 
 
-def resume_group(own: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+def resume_group(planned: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     """The values of a group after a load: those of the checkpoint, or, where another
     plan saved it, what the plan says, with the rates that a schedule had come to.
     """
-    same = own["algorithm"] == saved.get("algorithm", own["algorithm"])
-    was = saved.get("planned", own["planned"] if same else None)
-    if was == own["planned"]:
-        return {**own, **{k: v for k, v in saved.items() if k not in KEEPING}}
+    same = planned["algorithm"] == saved.get("algorithm", planned["algorithm"])
+    was = saved.get("planned", planned["planned"] if same else None)
+    if was == planned["planned"]:
+        return {**planned, **{k: v for k, v in saved.items() if k not in KEEPING}}
     rates = {"lr": 0, "initial_lr": 0, "weight_decay": 1}
-    found = dict(own)
+    group = dict(planned)
     for key, factor in rates.items():
         if was is not None and key in saved and was[factor]:
-            found[key] = saved[key] / was[factor] * own["planned"][factor]
-    return found
+            group[key] = saved[key] / was[factor] * planned["planned"][factor]
+    return group
 
 
 def dynamic_codes(signed: bool) -> Tensor:
@@ -52,12 +52,12 @@ def dynamic_codes(signed: bool) -> Tensor:
     Args:
         signed: from -0.993 to 1, or from 0.
     """
-    found = [torch.tensor([0.0, 1.0])]
+    codes = [torch.tensor([0.0, 1.0])]
     for exponent in range(7):
         ends = torch.linspace(0.1, 1, 2 ** (exponent + (not signed)) + 1)
         middles = 10.0 ** (exponent - 6) * ((ends[:-1] + ends[1:]) / 2)
-        found += [middles, -middles] if signed else [middles]
-    return torch.cat(found).sort().values
+        codes += [middles, -middles] if signed else [middles]
+    return torch.cat(codes).sort().values
 
 
 def eight_bits(values: Tensor, block: int, codes: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,9 +83,11 @@ def eight_bits(values: Tensor, block: int, codes: Tensor) -> tuple[Tensor, Tenso
     return nearest.to(torch.uint8), scales
 
 
-def from_eight_bits(found: Tensor, scales: Tensor, width: int, codes: Tensor) -> Tensor:
+def from_eight_bits(
+    numbers: Tensor, scales: Tensor, width: int, codes: Tensor
+) -> Tensor:
     """The values [..., width] of codes and scales."""
-    return (codes[found.int()] * scales).flatten(-2)[..., :width]
+    return (codes[numbers.int()] * scales).flatten(-2)[..., :width]
 
 
 def to_host(values: Tensor) -> Tensor:
@@ -110,11 +112,11 @@ class KeptState:
     """
 
     def __init__(self, values: Tensor, block: int, *, signed: bool, host: bool) -> None:
-        own = part_of(values)
-        self.sharded, self.width = isinstance(values, DTensor), own.shape[-1:]
+        shard = part_of(values)
+        self.sharded, self.width = isinstance(values, DTensor), shard.shape[-1:]
         self.block, self.signed, self.host = block, signed, host
         self.codes = dynamic_codes(signed)
-        parts = self._parts(own)
+        parts = self._parts(shard)
         self.parts = [to_host(p) for p in parts] if host else [*parts]
 
     def _parts(self, values: Tensor) -> tuple[Tensor, ...]:
@@ -130,8 +132,8 @@ class KeptState:
         parts = [to_device(p, like) if self.host else p for p in self.parts]
         if self.block:
             self.codes = self.codes.to(parts[0].device)
-            found, scales = parts
-            parts = [from_eight_bits(found, scales, self.width[0], self.codes)]
+            numbers, scales = parts
+            parts = [from_eight_bits(numbers, scales, self.width[0], self.codes)]
         return parts[0].to(like)
 
     def copy_(self, values: Tensor) -> None:
@@ -144,9 +146,9 @@ class KeptState:
         like = torch.empty(0, dtype=self.parts[-1].dtype)
         if not self.sharded:
             return self.read_as(like)
-        found = torch.empty_like(parameter.detach(), dtype=like.dtype, device="cpu")
-        part_of(found).copy_(self.read_as(like))
-        return found
+        values = torch.empty_like(parameter.detach(), dtype=like.dtype, device="cpu")
+        part_of(values).copy_(self.read_as(like))
+        return values
 
 
 def create_state(
@@ -184,11 +186,11 @@ def state_like(parameter: Tensor, state: Any, name: str, group: Any) -> Any:
     if name not in state:
         zeros = torch.zeros_like(parameter, dtype=dtype)
         state[name] = create_state(zeros, parameter, name, group)
-    found = state[name]
-    if isinstance(found, KeptState):
-        return found
-    if found.dtype != dtype:  # that of a checkpoint of another plan
-        state[name] = found.to(dtype)
+    value = state[name]
+    if isinstance(value, KeptState):
+        return value
+    if value.dtype != dtype:  # that of a checkpoint of another plan
+        state[name] = value.to(dtype)
     return part_of(state[name])
 
 

@@ -107,25 +107,25 @@ class DoraOverRanks(DoraLinearLayer):
             a, b: the factors, [rank, in] and [out, rank].
             scaling: of their product.
         """
-        own, (place,) = weight.to_local(), weight.placements
-        own = own.T if self.fan_in_fan_out else own
+        shard, (place,) = weight.to_local(), weight.placements
+        shard = shard.T if self.fan_in_fan_out else shard
         count = weight.shape[int(self.fan_in_fan_out)]
         change = rank_part(b) @ rank_part(a) * scaling
         size = torch.promote_types(change.dtype, torch.float32)
-        rows = own.to(change.dtype) + change
+        rows = shard.to(change.dtype) + change
         squares = torch.linalg.vector_norm(rows, dim=1, dtype=size).square()
         held: Any = Shard(0) if place.is_shard(int(self.fan_in_fan_out)) else Partial()
         if place.is_replicate():
             held = Replicate()
         mesh = weight.device_mesh
-        every = DTensor.from_local(
+        partial_squares = DTensor.from_local(
             squares, mesh, [held], run_check=False, shape=(count,), stride=(1,)
         )
-        return self.over_features(every).sqrt()
+        return self.over_features(partial_squares).sqrt()
 
     def over_features(self, values: Any) -> Tensor:
         """A vector of the layer's features, of those that the magnitudes are of."""
         split = self.weight.shape[0] < values.shape[0]
         place = Shard(0) if split else Replicate()
-        own: Tensor = values.redistribute(placements=[place]).to_local()
-        return own
+        local: Tensor = values.redistribute(placements=[place]).to_local()
+        return local

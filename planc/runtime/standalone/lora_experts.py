@@ -82,8 +82,8 @@ def add_factors(
 
 def adapted_weight(module: nn.Module, name: str, weight: Tensor) -> Any:
     """A weight of experts with what its factors change."""
-    own: Any = module._parameters
-    a, b = (own[f"{name}_lora_{half}"].to(weight.dtype) for half in "AB")
+    parameters: Any = module._parameters
+    a, b = (parameters[f"{name}_lora_{half}"].to(weight.dtype) for half in "AB")
     rows, columns = sides(module, a, b)
     scales: Any = module.low_rank
     return LowRank(weight, rows, columns, scales[name])
@@ -132,11 +132,11 @@ class LowRank:
     def mT(self) -> "LowRank":
         return LowRank(self.weight.mT, self.columns, self.rows, self.scale)
 
-    def transpose(self, one: int, two: int) -> Any:
+    def transpose(self, first: int, second: int) -> Any:
         dims = self.weight.ndim
-        if sorted((one % dims, two % dims)) == [dims - 2, dims - 1]:
+        if sorted((first % dims, second % dims)) == [dims - 2, dims - 1]:
             return self.mT
-        return self.dense().transpose(one, two)
+        return self.dense().transpose(first, second)
 
     def __matmul__(self, other: Tensor) -> Tensor:
         return torch.matmul(self, other)

@@ -75,11 +75,11 @@ def initialize_adapters(
             # a seed for each layer: the ranks of a pipeline have some of them
             own_seed = (seed << 32) + crc32(name.encode())
             generator = torch.Generator().manual_seed(own_seed)
-            own = halves_of(layer)
+            halves = halves_of(layer)
             for half, value in first_values(layer, rank, init, generator):
                 if (full := f"{name}.{half}") in unset:
-                    ranges = slices_of(own[half], orders.get(full))
-                    part_of(own[half]).copy_(select_ranges(value, ranges))
+                    ranges = slices_of(halves[half], orders.get(full))
+                    part_of(halves[half]).copy_(select_ranges(value, ranges))
 
 
 def first_values(
@@ -149,8 +149,8 @@ def initialize_magnitudes(
     orders = rank_orders(model)
     with torch.no_grad():
         for name, layer in adapter_layers(model).items():
-            found = re.fullmatch(pattern, name)
-            for half, parameter in halves_of(layer).items() if found else ():
+            matches = re.fullmatch(pattern, name)
+            for half, parameter in halves_of(layer).items() if matches else ():
                 full = f"{name}.{half}"
                 if "lora_magnitude_vector" not in half or full not in unset:
                     continue
@@ -213,11 +213,11 @@ def of_experts(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """peft's A [experts * rank, in] and B [out, rank * experts], as factors
     [experts, in, rank] and [experts, out, rank].
     """
-    one = a.reshape(experts, -1, a.shape[-1]).transpose(1, 2)
-    return one, b.reshape(len(b), -1, experts).permute(2, 0, 1)
+    factor = a.reshape(experts, -1, a.shape[-1]).transpose(1, 2)
+    return factor, b.reshape(len(b), -1, experts).permute(2, 0, 1)
 
 
 def as_in_peft(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse of `of_experts`."""
-    one = a.transpose(1, 2).reshape(-1, a.shape[1])
-    return one, b.permute(1, 2, 0).reshape(b.shape[1], -1)
+    factor = a.transpose(1, 2).reshape(-1, a.shape[1])
+    return factor, b.permute(1, 2, 0).reshape(b.shape[1], -1)

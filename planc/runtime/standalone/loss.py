@@ -86,16 +86,16 @@ class HeadPart:
         text = f"a label is neither ignored nor in [0, {self.vocabulary})"
         torch._assert_async(known.all(), text)
 
-    def gather_ranks(self, own: Tensor) -> Tensor:
+    def gather_ranks(self, local: Tensor) -> Tensor:
         """A tensor of every rank, `[ranks, ...]`."""
         if self.mesh is None:
-            return own[None]
+            return local[None]
         ranks = self.mesh.size()
-        every = own.new_empty(
-            (ranks * len(own), *own.shape[1:])
+        gathered = local.new_empty(
+            (ranks * len(local), *local.shape[1:])
         )  # gloo takes no more dims
-        all_gather(every, own, group=self.mesh.get_group())
-        return every.unflatten(0, (ranks, len(own)))
+        all_gather(gathered, local, group=self.mesh.get_group())
+        return gathered.unflatten(0, (ranks, len(local)))
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
@@ -138,8 +138,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
             at = slice(start, start + len(rows))
             start += len(rows)
             logits = terms.logits(rows, weight, bias)
-            some, denominator = _losses(logits, labels[at], terms, part)
-            loss += some.sum()
+            losses, denominator = _losses(logits, labels[at], terms, part)
+            loss += losses.sum()
             if not any(wanted):
                 continue
             change = _logit_gradients(logits, labels[at], denominator, terms, part)
@@ -150,18 +150,20 @@ class ChunkedCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
                 grads[1] += change.T @ rows
             if grads[2] is not None:
                 grads[2] += change.sum(0)
-        found = [
+        gradients = [
             None if g is None or t is None else g.to(t.dtype)
             for g, t in zip(grads, tensors, strict=True)
         ]
-        ctx.save_for_backward(*found)
+        ctx.save_for_backward(*gradients)
         return loss
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        found = (None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors)
-        return *found, None, None, None, None
+        gradients = (
+            None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors
+        )
+        return *gradients, None, None, None, None
 
 
 def _losses(
@@ -169,16 +171,18 @@ def _losses(
 ) -> tuple[Tensor, Tensor]:
     """The loss of each token, and the logarithm of its softmax's denominator."""
     column, mine = part.local(labels, logits.shape[1])
-    found = mine.float()
+    label_logits = mine.float()
     if logits.shape[1]:
-        found = found * logits.gather(1, column).squeeze(1)
+        label_logits = label_logits * logits.gather(1, column).squeeze(1)
     smooth = terms.label_smoothing
-    total = logits.sum(1) if smooth else found
-    every = part.gather_ranks(torch.stack([logits.logsumexp(1), found, total]))
-    denominator, found = every[:, 0].logsumexp(0), every[:, 1].sum(0)
-    loss = denominator - (1 - smooth) * found
+    total = logits.sum(1) if smooth else label_logits
+    gathered = part.gather_ranks(
+        torch.stack([logits.logsumexp(1), label_logits, total])
+    )
+    denominator, label_logits = gathered[:, 0].logsumexp(0), gathered[:, 1].sum(0)
+    loss = denominator - (1 - smooth) * label_logits
     if smooth:
-        loss = loss - smooth * every[:, 2].sum(0) / part.vocabulary
+        loss = loss - smooth * gathered[:, 2].sum(0) / part.vocabulary
     if terms.z_loss:
         loss = loss + terms.z_loss * denominator.square()
     return torch.where(labels == IGNORED, 0.0, loss), denominator

@@ -98,17 +98,17 @@ def planned_optimizer(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             terms = terms_of(model, name)
-            own = terms.pop("kind", None), terms.pop("arguments", None)
+            user_class = terms.pop("kind", None), terms.pop("arguments", None)
             units = terms.pop("units", {})
             cut = units.get(name.rpartition(".")[2], ())
             cuts[id(parameter)] = orders.get(plain_name(name)), cut
             # operators of a class take parameters of one mesh
-            mesh = getattr(parameter, "device_mesh", None) if own[0] else None
-            key = repr(terms), repr(own), mesh
-            said = plan_settings(terms, own)
+            mesh = getattr(parameter, "device_mesh", None) if user_class[0] else None
+            key = repr(terms), repr(user_class), mesh
+            said = plan_settings(terms, user_class)
             group = groups.setdefault(key, {**terms, "planned": said, "params": []})
             group["params"].append(parameter)
-            classes[key] = own
+            classes[key] = user_class
     for group in groups.values():
         group["lr"] = lr * group["lr"]
         group["weight_decay"] = weight_decay * group["weight_decay"]
@@ -119,12 +119,12 @@ def terms_of(model: nn.Module, name: str) -> dict[str, Any]:
     """The terms of a parameter's optimizer, recorded by the innermost module around
     it.
     """
-    path, _, own = name.rpartition(".")
+    path, _, parameter_name = name.rpartition(".")
     inner = True
     while True:
         terms = getattr(model.get_submodule(path), "optimizer_terms", None)
         units = None if terms is None else terms.get("units")
-        if terms is not None and (units is None or (inner and own in units)):
+        if terms is not None and (units is None or (inner and parameter_name in units)):
             return dict(terms)
         if not path:
             raise ValueError(f"the plan's optimizer does not step {name}")
@@ -147,26 +147,26 @@ class PlannedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     ) -> None:
         super().__init__(groups, {})
         self.buckets: dict[int, list[Bucket | Factored | OwnSteps]] = {
-            number: [OwnSteps(own, self.param_groups[number])]
-            for number, own in enumerate(classes)
-            if own[0]
+            number: [OwnSteps(user_class, self.param_groups[number])]
+            for number, user_class in enumerate(classes)
+            if user_class[0]
         }
         wanted = [
-            (number, where, some)
+            (number, where, bucket)
             for number, group in enumerate(self.param_groups)
             if group["algorithm"] in ("muon", "adafactor")
-            for where, some in make_buckets(group["params"])
+            for where, bucket in make_buckets(group["params"])
         ]
-        made = process_groups([where for _, where, _ in wanted])
-        shared: dict[Any, Any] = {}
-        for (number, where, some), group in zip(wanted, made, strict=True):
+        created = process_groups([where for _, where, _ in wanted])
+        seen: dict[Any, Any] = {}
+        for (number, where, bucket), group in zip(wanted, created, strict=True):
             into = self.buckets.setdefault(number, [])
             if self.param_groups[number]["algorithm"] == "adafactor":
-                held = [held_by(p, cuts[id(p)][0], where)[where.me] for p in some]
-                into.append(Factored(some, held, group, where.device))
+                held = [held_by(p, cuts[id(p)][0], where)[where.me] for p in bucket]
+                into.append(Factored(bucket, held, group, where.device))
                 continue
-            units = [units_of(p, *cuts[id(p)], where=where, known=shared) for p in some]
-            into.append(Bucket(some, units, group, where))
+            units = [units_of(p, *cuts[id(p)], where=where, known=seen) for p in bucket]
+            into.append(Bucket(bucket, units, group, where))
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -179,33 +179,33 @@ class PlannedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             for bucket in self.buckets.get(number, ()):
                 bucket.step(group, self.state)
             stepped = (p for p in group["params"] if p.grad is not None)
-            for some in alike(stepped):
+            for like in alike(stepped):
                 if group["algorithm"] == "adamw":
-                    step_adamw(some, group, self.state)
+                    step_adamw(like, group, self.state)
                 elif group["algorithm"] == "sgd":
-                    step_sgd(some, group, self.state)
+                    step_sgd(like, group, self.state)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's state dict, with the values of states that are stored
         otherwise.
         """
-        found: dict[str, Any] = super().state_dict()
-        every = [p for group in self.param_groups for p in group["params"]]
-        found["state"] = {
-            n: {key: state_values(value, every[n]) for key, value in state.items()}
-            for n, state in found["state"].items()
+        saved: dict[str, Any] = super().state_dict()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        saved["state"] = {
+            n: {key: state_values(value, parameters[n]) for key, value in state.items()}
+            for n, state in saved["state"].items()
         }
-        return found
+        return saved
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Loads states in their own dtype, and keeps them as the plan of this optimizer
         says; torch casts them to the parameters', on the parameters' devices.
         """
         both = zip(self.param_groups, state_dict["param_groups"], strict=True)
-        own = [resume_group(group, saved) for group, saved in both]
+        resumed = [resume_group(group, saved) for group, saved in both]
         super().load_state_dict({**state_dict, "state": {}})
-        for group, values in zip(self.param_groups, own, strict=True):
+        for group, values in zip(self.param_groups, resumed, strict=True):
             group.update({**values, "params": group["params"]})
             for key in [key for key in group if key not in values]:
                 del group[key]
@@ -225,12 +225,12 @@ def step_adamw(parameters: Sequence[Tensor], group: Any, state: Any) -> None:
         state[p].setdefault("step", torch.tensor(0.0))
     first = [state_like(p, state[p], "exp_avg", group) for p in parameters]
     second = [state_like(p, state[p], "exp_avg_sq", group) for p in parameters]
-    one, two = (read_as(s, part_of(parameters[0])) for s in (first, second))
+    m, v = (read_as(s, part_of(parameters[0])) for s in (first, second))
     adamw(
         [part_of(p) for p in parameters],
         [gradient_part(p) for p in parameters],
-        one,
-        two,
+        m,
+        v,
         [],
         [state[p]["step"] for p in parameters],
         foreach=True,
@@ -242,7 +242,7 @@ def step_adamw(parameters: Sequence[Tensor], group: Any, state: Any) -> None:
         eps=group["eps"],
         maximize=False,
     )
-    written_back([*first, *second], [*one, *two])
+    written_back([*first, *second], [*m, *v])
 
 
 def step_sgd(parameters: Sequence[Tensor], group: Any, state: Any) -> None:
@@ -272,12 +272,12 @@ def alike(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Parameters in lists of one dtype and device, of about `AT_ONCE` elements of this
     rank: a step holds copies of one list at a time.
     """
-    found: dict[Any, list[Tensor]] = {}
+    by_kind: dict[Any, list[Tensor]] = {}
     for p in parameters:
-        found.setdefault((p.dtype, p.device), []).append(p)
-    for every in found.values():
+        by_kind.setdefault((p.dtype, p.device), []).append(p)
+    for of_kind in by_kind.values():
         part, count = list[Tensor](), 0
-        for p in every:
+        for p in of_kind:
             if part and count + part_of(p).numel() > AT_ONCE:
                 yield part
                 part, count = [], 0
@@ -319,18 +319,18 @@ class Ranks:
 
 def make_buckets(parameters: Iterable[Tensor]) -> Iterator[tuple[Ranks, list[Tensor]]]:
     """Groups parameters that are sharded over the same ranks, for one all-to-all."""
-    found: dict[Any, list[Tensor]] = {}
+    by_ranks: dict[Any, list[Tensor]] = {}
     for p in parameters:
         mesh: Any = p.device_mesh if isinstance(p, DTensor) else None
         placements = p.placements if isinstance(p, DTensor) else ()
         wide = (i for i, q in enumerate(placements) if splits(q) and mesh.size(i) > 1)
-        found.setdefault((mesh, tuple(wide), p.dtype, p.device), []).append(p)
-    for (mesh, dims, _, _), some in found.items():
+        by_ranks.setdefault((mesh, tuple(wide), p.dtype, p.device), []).append(p)
+    for (mesh, dims, _, _), of_ranks in by_ranks.items():
         where = Ranks(mesh, dims)
-        total, passed = max(1, sum(p.numel() for p in some)), 0
+        total, passed = max(1, sum(p.numel() for p in of_ranks)), 0
         count = -(-total // (BUCKET * len(where.ranks)))
         parts: dict[int, list[Tensor]] = {}
-        for p in some:  # as many elements in each
+        for p in of_ranks:  # as many elements in each
             parts.setdefault(passed * count // total, []).append(p)
             passed += p.numel()
         yield from ((where, part) for part in parts.values())
@@ -341,21 +341,21 @@ def process_groups(wanted: Sequence[Ranks]) -> list[Any]:
 
     Groups over several dims are created by all ranks in one order.
     """
-    every: list[list[tuple[int, ...]]] = [[]]
+    by_rank: list[list[tuple[int, ...]]] = [[]]
     if distributed.is_initialized() and distributed.get_world_size() > 1:
         mine = sorted({tuple(w.ranks) for w in wanted if len(w.dims) > 1})
-        every = [[]] * distributed.get_world_size()
-        distributed.all_gather_object(every, mine)
-    made = {
+        by_rank = [[]] * distributed.get_world_size()
+        distributed.all_gather_object(by_rank, mine)
+    groups = {
         ranks: distributed.new_group(list(ranks))
-        for ranks in sorted({ranks for some in every for ranks in some})
+        for ranks in sorted({ranks for of_rank in by_rank for ranks in of_rank})
     }
     return [
         None
         if w.mesh is None or not w.dims
         else w.mesh.get_group(w.dims[0])
         if len(w.dims) == 1
-        else made[tuple(w.ranks)]
+        else groups[tuple(w.ranks)]
         for w in wanted
     ]
 
@@ -440,19 +440,19 @@ def windows_of(shape: tuple[int, ...], cut: Cut) -> Iterator[list[range]]:
     dim, sizes, *alternate = cut or (len(shape) - 2, (shape[-2],))
     ends, count = [*accumulate(sizes)], len(sizes)
     if alternate:
-        every = [range(first, shape[dim], count) for first in range(count)]
+        ranges = [range(first, shape[dim], count) for first in range(count)]
     else:
-        every = [*map(range, [0, *ends], ends)]
+        ranges = [*map(range, [0, *ends], ends)]
     for entry in range(shape[0]) if len(shape) == 3 else (None,):
-        for some in every:
+        for part in ranges:
             window = whole if entry is None else [range(entry, entry + 1), *whole[1:]]
-            yield [*window[:dim], some, *window[dim + 1 :]]
+            yield [*window[:dim], part, *window[dim + 1 :]]
 
 
 def blocks_in(blocks: Iterable[Block], window: list[range]) -> list[Block]:
     """The blocks of a rank in a matrix: (slices of the shard, slices of the matrix)."""
-    found = (block_in(block, window) for block in blocks)
-    return [(inner, outer[-2:]) for inner, outer in filter(None, found)]
+    overlaps = (block_in(block, window) for block in blocks)
+    return [(inner, outer[-2:]) for inner, outer in filter(None, overlaps)]
 
 
 # Muon ---------------------------------------------------------------------------------
@@ -470,10 +470,10 @@ class Bucket:
     ) -> None:
         self.parameters, self.group, self.me = parameters, group, where.me
         self.device = where.device
-        for number, some in enumerate(units):
-            for unit in some:
+        for number, parts in enumerate(units):
+            for unit in parts:
                 unit.number = number
-        self.units = [unit for some in units for unit in some]
+        self.units = [unit for parts in units for unit in parts]
         load = [0] * len(where.ranks)
         # the longest work first, each on the least loaded rank that holds a piece
         for unit in sorted(self.units, key=lambda unit: -unit.work):
@@ -481,10 +481,10 @@ class Bucket:
             unit.owner = min(held, key=lambda r: (load[r], -unit.sizes[r], r))
             load[unit.owner] += unit.work
         self.mine = [unit for unit in self.units if unit.owner == self.me]
-        every = range(len(where.ranks))
-        self.to = [[u for u in self.units if u.owner == rank] for rank in every]
-        self.sent = [sum(u.sizes[self.me] for u in some) for some in self.to]
-        self.received = [sum(u.sizes[rank] for u in self.mine) for rank in every]
+        ranks = range(len(where.ranks))
+        self.to = [[u for u in self.units if u.owner == rank] for rank in ranks]
+        self.sent = [sum(u.sizes[self.me] for u in parts) for parts in self.to]
+        self.received = [sum(u.sizes[rank] for u in self.mine) for rank in ranks]
 
     def step(self, group: Any, state: Any) -> None:
         """Momentum, orthogonalization, weight decay and step of the parameters."""
@@ -504,21 +504,21 @@ class Bucket:
         done = self.orthogonalize(updates, group, dtype)
         for p, update in zip(self.parameters, done, strict=True):
             if p.grad is not None:
-                own = part_of(p)
-                own.mul_(1 - group["lr"] * group["weight_decay"])
-                own.add_(update, alpha=-group["lr"])
+                shard = part_of(p)
+                shard.mul_(1 - group["lr"] * group["weight_decay"])
+                shard.add_(update, alpha=-group["lr"])
 
     def orthogonalize(
         self, updates: list[Tensor], group: Any, dtype: torch.dtype
     ) -> list[Tensor]:
         """Orthogonalizes and scales updates in place; each rank has shards of them."""
-        own = [
+        shards = [
             (updates[unit.number], inner)
-            for some in self.to
-            for unit in some
+            for units in self.to
+            for unit in units
             for inner, _ in unit.held[self.me]
         ]
-        flat = self.exchange(pack_pieces(own, updates[0]), self.received, self.sent)
+        flat = self.exchange(pack_pieces(shards, updates[0]), self.received, self.sent)
         whole = [flat.new_empty(unit.shape) for unit in self.mine]
         pieces = [
             (matrix, outer)
@@ -531,7 +531,7 @@ class Bucket:
         self.turn(whole, group, dtype)
         flat = pack_pieces(pieces, updates[0])
         del pieces, whole
-        unpack(self.exchange(flat, self.sent, self.received), own)
+        unpack(self.exchange(flat, self.sent, self.received), shards)
         return updates
 
     def exchange(self, flat: Tensor, received: list[int], sent: list[int]) -> Tensor:
@@ -550,16 +550,16 @@ class Bucket:
         shapes: dict[tuple[int, ...], list[Tensor]] = {}
         for matrix in whole:
             shapes.setdefault(tuple(matrix.shape), []).append(matrix)
-        for (rows, columns), every in shapes.items():
+        for (rows, columns), matrices in shapes.items():
             if group["adjust_lr"] == "match_rms_adamw":
                 factor = 0.2 * math.sqrt(max(rows, columns))
             else:
                 factor = math.sqrt(max(1.0, rows / columns))
             count = max(1, AT_ONCE // (rows * columns))
-            for at in range(0, len(every), count):
-                some = every[at : at + count]
-                turned = orthogonal(torch.stack(some).to(dtype), group["ns_steps"])
-                for matrix, value in zip(some, turned, strict=True):
+            for at in range(0, len(matrices), count):
+                chunk = matrices[at : at + count]
+                turned = orthogonal(torch.stack(chunk).to(dtype), group["ns_steps"])
+                for matrix, value in zip(chunk, turned, strict=True):
                     matrix.copy_(value * factor)
 
 

@@ -24,8 +24,8 @@ class OwnSteps:
     there is what the instance reads, and what it keeps there is saved.
     """
 
-    def __init__(self, own: Own, group: dict[str, Any]) -> None:
-        kind, arguments = own
+    def __init__(self, user_class: Own, group: dict[str, Any]) -> None:
+        kind, arguments = user_class
         self.parameters: list[Tensor] = group["params"]
         rate, decay = group["lr"], group["weight_decay"]
         self.inner = instance(kind, self.parameters, rate, decay, arguments)

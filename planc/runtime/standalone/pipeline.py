@@ -43,7 +43,7 @@ class Stages:
     Args:
         model: whose blocks are cut.
         mesh: the ranks of the pipeline, one-dimensional.
-        own: the stages of this rank, in order.
+        local_stages: the stages of this rank, in order.
         blocks: the name of the list of blocks.
         bounds: the first block of each stage, and the number of blocks.
         inputs, outputs: of the first and of the last stage besides their blocks.
@@ -64,7 +64,7 @@ class Stages:
         model: nn.Module,
         mesh: DeviceMesh,
         *,
-        own: Sequence[int],
+        local_stages: Sequence[int],
         blocks: str,
         bounds: Sequence[int],
         inputs: Sequence[nn.Module],
@@ -80,7 +80,7 @@ class Stages:
         rank_passes: Sequence[str] = (),
         added: int = 0,
     ) -> None:
-        self.mesh, self.own, self.bounds = mesh, tuple(own), tuple(bounds)
+        self.mesh, self.own, self.bounds = mesh, tuple(local_stages), tuple(bounds)
         self.returned, self.schedule, self.microbatches = (
             returned,
             schedule,
@@ -91,9 +91,9 @@ class Stages:
         self.features = SentFeatures(text, self.bounds, added) if added else None
         self.count = len(bounds) - 1
         self.values = SentValues(given, states, bounds) if given or states else None
-        every = [((0, self.count - 1), ties, shared), *copies]
-        mine = [some for some in every if {*some[0]} & {*own}]
-        self.shares = [([*self._ranks(some[0])], some[1]) for some in mine]
+        copies_of_stages = [((0, self.count - 1), ties, shared), *copies]
+        mine = [copy for copy in copies_of_stages if {*copy[0]} & {*local_stages}]
+        self.shares = [([*self._ranks(copy[0])], copy[1]) for copy in mine]
         held = {module for *_, modules in mine for module in modules}
         # a shared module may be inside one of another stage, as a head beside its bias
         tensors = dict(named_tensors(model))
@@ -246,8 +246,8 @@ class Stages:
         first, end = self.bounds[stage : stage + 2]
         blocks = self.cut.named_children() if self.values is not None else ()
         fed = [(i, name) for i, (name, _) in enumerate(blocks) if first <= i < end]
-        every = [*others, *((self.cut, name) for _, name in fed)]
-        before = [(parent, name, parent._modules[name]) for parent, name in every]
+        removed = [*others, *((self.cut, name) for _, name in fed)]
+        before = [(parent, name, parent._modules[name]) for parent, name in removed]
         try:
             for parent, name, module in before[: len(others)]:
                 stand_in = self._inactive[parent, name]
@@ -333,14 +333,14 @@ def identity(_module: nn.Module) -> Callable[..., Any]:
 
 def stages_of(model: nn.Module) -> Stages | None:
     """The stages of a model, None without a pipeline."""
-    found: Stages | None = getattr(model, PIPELINE, None)
-    return found
+    stages: Stages | None = getattr(model, PIPELINE, None)
+    return stages
 
 
 def local_of(tensor: Tensor) -> Tensor:
     """The local tensor that a rank sends. It is not a view, because some schedules
     detach it in place.
     """
-    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    passed_on = own.is_leaf and own.requires_grad  # it was received
-    return own.clone() if own._is_view() or passed_on else own
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    passed_on = local.is_leaf and local.requires_grad  # it was received
+    return local.clone() if local._is_view() or passed_on else local

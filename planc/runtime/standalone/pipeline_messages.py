@@ -34,8 +34,11 @@ def form_of(tensor: Tensor) -> Form:
     Raises:
         ValueError: its layout is neither replicated nor sharded over one axis.
     """
-    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    form: Form = {"shape": [*own.shape], "dtype": str(own.dtype).removeprefix("torch.")}
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    form: Form = {
+        "shape": [*local.shape],
+        "dtype": str(local.dtype).removeprefix("torch."),
+    }
     if isinstance(tensor, DTensor):
         (placement,) = tensor.placements
         if not isinstance(placement, Replicate | Shard):
@@ -132,20 +135,20 @@ class Message:
         """The tensors of a message, which share its memory."""
         if len(self.forms) == 1:
             return [packed]
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         start = 0
         for form in self.forms:
             part = packed[start : start + length(form)]
-            found.append(part.view(getattr(torch, form["dtype"])).view(form["shape"]))
+            tensors.append(part.view(getattr(torch, form["dtype"])).view(form["shape"]))
             start += size(form)
-        return found
+        return tensors
 
     def fill_missing(
-        self, some: Sequence[Tensor | None], device: torch.device
+        self, tensors: Sequence[Tensor | None], device: torch.device
     ) -> list[Tensor]:
         """Tensors of these forms: zeros where there is none, as nothing uses it."""
-        every = zip(some, self.forms, strict=True)
-        return [blank(f, device).zero_() if t is None else t for t, f in every]
+        pairs = zip(tensors, self.forms, strict=True)
+        return [blank(f, device).zero_() if t is None else t for t, f in pairs]
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         """Tensors of these forms as one."""

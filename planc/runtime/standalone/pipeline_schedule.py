@@ -184,11 +184,11 @@ class RunningStage(_PipelineStageBase):  # type: ignore[misc]
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
         wanted = self.has_backward and torch.is_grad_enabled()
-        found = (*self.inbox.pop(fwd_chunk_id),)
-        self._stage_meta.inputs = (None,) * len(found)  # which have gradients
-        for tensor, form in zip(found, self.received_form.forms, strict=True):
+        tensors = (*self.inbox.pop(fwd_chunk_id),)
+        self._stage_meta.inputs = (None,) * len(tensors)  # which have gradients
+        for tensor, form in zip(tensors, self.received_form.forms, strict=True):
             tensor.requires_grad_(wanted and trains(form))
-        return found
+        return tensors
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[P2POp]:
         if self.is_last:
@@ -218,9 +218,9 @@ class RunningStage(_PipelineStageBase):  # type: ignore[misc]
         return [P2POp(distributed.irecv, buffer, peer, self.group)]
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
-        found = iter(self.gradients.pop(bwd_chunk_id))
+        gradients = iter(self.gradients.pop(bwd_chunk_id))
         return tuple(
-            next(found) if trains(form) else None for form in self.sent_form.forms
+            next(gradients) if trains(form) else None for form in self.sent_form.forms
         )
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[P2POp]:
@@ -235,9 +235,9 @@ class RunningStage(_PipelineStageBase):  # type: ignore[misc]
     def get_local_bwd_output(self, mb_index: int) -> Any:
         if not self.has_backward:
             return ()
-        own = zip(self.bwd_cache.pop(mb_index), self.received_form.forms, strict=True)
+        pairs = zip(self.bwd_cache.pop(mb_index), self.received_form.forms, strict=True)
         return self.received_form.gradients.fill_missing(
-            [gradient for gradient, form in own if trains(form)], self.device
+            [gradient for gradient, form in pairs if trains(form)], self.device
         )
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
@@ -299,8 +299,8 @@ class Schedule:
         self.known = signature
         self.schedule._has_backward = trains
         steps = [
-            {**some, "step": lambda output, i=i: loss(output, i)}
-            for i, some in enumerate(inputs)
+            {**microbatch, "step": lambda output, i=i: loss(output, i)}
+            for i, microbatch in enumerate(inputs)
         ]
         losses: list[Tensor] = []
         nothing = [None] * len(steps)
@@ -315,8 +315,12 @@ class Schedule:
 
     def _place(self) -> str:
         """Names the stages of this rank, and those that it exchanges tensors with."""
-        own = self.stages.own
-        near = {n for s in own for n in (s - 1, s + 1)} - {*own, -1, self.stages.count}
+        stages = self.stages.own
+        near = {n for s in stages for n in (s - 1, s + 1)} - {
+            *stages,
+            -1,
+            self.stages.count,
+        }
         others = ", ".join(map(str, sorted(near)))
-        mine = ", ".join(map(str, own))
+        mine = ", ".join(map(str, stages))
         return f"in a step of stage {mine}, which exchanges tensors with stage {others}"

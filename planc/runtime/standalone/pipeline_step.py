@@ -71,8 +71,8 @@ def forward_backward(
                 rotary.least = None if positions is None else positions.max()
 
             def compute_loss(output: Any, number: int, at: int = at) -> Tensor:
-                found = loss_of(output)
-                return found if loss is None else loss(found, at, number)
+                mean = loss_of(output)
+                return mean if loss is None else loss(mean, at, number)
 
             losses += stages.runner.step(parts, compute_loss, trains=trains)
     return losses
@@ -174,22 +174,25 @@ def gradients_of(
     return [counts[id(parameter)] for parameter, _ in copies]
 
 
-def exchange(stages: Stages, own: Tensor, ranks: Sequence[int]) -> None:
+def exchange(stages: Stages, gradient: Tensor, ranks: Sequence[int]) -> None:
     """Adds the tensors of the other ranks that hold a parameter to a rank's own."""
     group, me = stages.mesh.get_group(), stages.mesh.get_local_rank()
-    every = [own if rank == me else torch.empty_like(own) for rank in ranks]
+    tensors = [gradient if rank == me else torch.empty_like(gradient) for rank in ranks]
     works = distributed.batch_isend_irecv(
         [
             distributed.P2POp(how, tensor, group=group, group_peer=rank)
-            for rank, other in zip(ranks, every, strict=True)
+            for rank, other in zip(ranks, tensors, strict=True)
             if rank != me
-            for how, tensor in ((distributed.isend, own), (distributed.irecv, other))
+            for how, tensor in (
+                (distributed.isend, gradient),
+                (distributed.irecv, other),
+            )
         ]
     )
     for work in works:
         work.wait()
     # in one order on all ranks, so that their sums are equal to the bit
-    own.copy_(sum(every[1:], every[0]))
+    gradient.copy_(sum(tensors[1:], tensors[0]))
 
 
 @contextmanager
@@ -206,14 +209,14 @@ def reduced_once(model: nn.Module) -> Iterator[None]:
     As `torch.distributed.pipelining` does it for a stage that is an FSDP unit
     (`perform_reduce_grad`).
     """
-    every = fsdp_units(model)
-    for unit in every:
+    units = fsdp_units(model)
+    for unit in units:
         set_reduction(unit, False)
     yield
-    states = {id(state): state for unit in every for state in [unit._get_fsdp_state()]}
-    for unit in every:
+    states = {id(state): state for unit in units for state in [unit._get_fsdp_state()]}
+    for unit in units:
         set_reduction(unit, True)
-    for unit in every:
+    for unit in units:
         for group in groups_of(unit):
             group.post_backward()
     for state in states.values():

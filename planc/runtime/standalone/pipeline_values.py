@@ -36,8 +36,8 @@ class SentValues:
     def keep(self, stage: int, number: int, args: Any, kwargs: Any) -> None:
         """Takes what is sent from the arguments of a block of a later stage."""
         for name in self.given:
-            own = argument(name, args, kwargs)
-            given = self.received["given"][name][number] if stage else own
+            local = argument(name, args, kwargs)
+            given = self.received["given"][name][number] if stage else local
             self.sent["given"][name][number] = given
         for name in self.states if number == self.bounds[stage + 1] else ():
             value = argument(name, args, kwargs)
@@ -54,13 +54,13 @@ class SentValues:
             for name, value in self.received["states"].items():
                 old = argument(name, args, kwargs)
                 values[name] = value if old is args[0] else into(old, value)
-        found = [*args]
+        arguments = [*args]
         for name, value in values.items():
             if name.isdecimal():
-                found[int(name)] = value
+                arguments[int(name)] = value
             else:
                 kwargs[name] = value
-        return block(*found, **kwargs)
+        return block(*arguments, **kwargs)
 
 
 def argument(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

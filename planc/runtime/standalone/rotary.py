@@ -88,8 +88,8 @@ class LongestPosition:
 def depends_on_length(module: nn.Module) -> bool:
     """Whether a module is such a rotary embedding, for all or some types of layers."""
     kinds = getattr(module, "rope_type", None)
-    every = kinds.values() if isinstance(kinds, Mapping) else [kinds]
-    return any("dynamic" in str(kind) or kind == "longrope" for kind in every)
+    values = kinds.values() if isinstance(kinds, Mapping) else [kinds]
+    return any("dynamic" in str(kind) or kind == "longrope" for kind in values)
 
 
 def use_longest_position(

@@ -81,7 +81,7 @@ def tensors_in_folder(folder: Path, problems: list[str]) -> dict[str, StoredTens
         problems.append(
             f"{folder} holds neither safetensors nor a distributed checkpoint"
         )
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in files:
         if not file.is_file():
             source = entry if indexed else CONFIG
@@ -95,15 +95,15 @@ def tensors_in_folder(folder: Path, problems: list[str]) -> dict[str, StoredTens
             problems.append(f"{file} can't be read: {error}")
             continue
         for stored in inside:
-            if stored.name in found and mapping is None:
-                two = f"{found[stored.name].file.name} and {file.name}"
+            if stored.name in tensors and mapping is None:
+                two = f"{tensors[stored.name].file.name} and {file.name}"
                 problems.append(f"{stored.name} is in two files, {two}")
             if mapping is None or mapping.get(stored.name) == file.name:
-                found[stored.name] = stored
+                tensors[stored.name] = stored
     for name, where in (mapping or {}).items():
-        if name not in found and (folder / where).is_file() and not problems:
+        if name not in tensors and (folder / where).is_file() and not problems:
             problems.append(f"{entry} says {name} is in {where}, it is not")
-    return found
+    return tensors
 
 
 def entry_of(folder: Path) -> str | None:

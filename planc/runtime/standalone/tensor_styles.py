@@ -37,15 +37,15 @@ def rank_order(size: int, parts: Parts, ranks: int) -> list[tuple[int, int]]:
         (start, stop) of each range, rank by rank.
     """
     sizes = [size // parts] * parts if isinstance(parts, int) else list(parts)
-    if sum(sizes) != size or any(own % ranks for own in sizes):
+    if sum(sizes) != size or any(size_of_part % ranks for size_of_part in sizes):
         raise ValueError(f"{sizes} is not divisible by {ranks} ranks")
     ranges: list[tuple[int, int]] = []
     for rank in range(ranks):
         start = 0
-        for own in sizes:
-            first = start + rank * (own // ranks)
-            ranges.append((first, first + own // ranks))
-            start += own
+        for size_of_part in sizes:
+            first = start + rank * (size_of_part // ranks)
+            ranges.append((first, first + size_of_part // ranks))
+            start += size_of_part
     return ranges
 
 
@@ -60,8 +60,8 @@ def repack(module: nn.Module, name: str, dim: int, parts: Parts, ranks: int) -> 
         return
     ranges = rank_order(whole.shape[dim], parts, ranks)
     pieces = [whole.detach().narrow(dim, a, b - a) for a, b in ranges]
-    made = nn.Parameter(torch.cat(pieces, dim), requires_grad=whole.requires_grad)
-    module.register_parameter(name, made)
+    parameter = nn.Parameter(torch.cat(pieces, dim), requires_grad=whole.requires_grad)
+    module.register_parameter(name, parameter)
     if "_rank_order" not in module.__dict__:
         module._rank_order = {}
     module._rank_order[name] = (dim, ranges)
@@ -73,8 +73,8 @@ def distribute(
     """Makes a parameter a DTensor, or splits its shards along one more mesh."""
     whole = module._parameters[name]
     if isinstance(whole, DTensor):
-        own = whole.detach().to_local()
-        local = distribute_tensor(own, mesh, [placement]).to_local()
+        local_shard = whole.detach().to_local()
+        local = distribute_tensor(local_shard, mesh, [placement]).to_local()
         split = DTensor.from_local(
             local,
             DeviceMesh._concatenate([whole.device_mesh, mesh]),
@@ -85,8 +85,8 @@ def distribute(
         )
     else:
         split = distribute_tensor(whole, mesh, [placement])
-    made = nn.Parameter(split, requires_grad=whole.requires_grad)
-    module.register_parameter(name, made)
+    parameter = nn.Parameter(split, requires_grad=whole.requires_grad)
+    module.register_parameter(name, parameter)
 
 
 class SeparateGradient(torch.autograd.Function):
@@ -338,13 +338,15 @@ class FeaturesParallel(BareParallel):
         @wraps(forward)
         def over_all(hidden: Tensor) -> Tensor:
             eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-            own = hidden.float().square().mean(-1, keepdim=True)
-            sums = DTensor.from_local(own, device_mesh, [Partial()], run_check=False)
+            local_mean = hidden.float().square().mean(-1, keepdim=True)
+            sums = DTensor.from_local(
+                local_mean, device_mesh, [Partial()], run_check=False
+            )
             mean = (
                 replicate_with_partial_gradient(sums, device_mesh) / device_mesh.size()
             )
             least = torch.finfo(hidden.dtype).eps if eps is None else eps
-            factor = ((own + least) / (mean + least)).sqrt()
+            factor = ((local_mean + least) / (mean + least)).sqrt()
             output = forward(hidden)
             return (output.float() * factor).to(output.dtype)
 
