@@ -87,9 +87,9 @@ def set_config(model, path, value):
     for owner in owners:
         config = getattr(config, owner)
     held = (getattr(module, "config", None) for module in model.modules())
-    for one in (config, *held):
-        if isinstance(one, type(config)):
-            setattr(one, name, value)
+    for holder in (config, *held):
+        if isinstance(holder, type(config)):
+            setattr(holder, name, value)
 
 
 def configure(model):
