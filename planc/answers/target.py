@@ -75,7 +75,7 @@ def settings_of(overrides: Overrides) -> tuple[str, ...]:
     if isinstance(overrides, str):
         return (overrides,)
     settings = tuple(overrides) if isinstance(overrides, Iterable) else (overrides,)
-    if not all(isinstance(one, str) for one in settings):
+    if not all(isinstance(setting, str) for setting in settings):
         raise TypeError(f"overrides are texts `name=value`, or a mapping, not {overrides!r}")
     return settings
 

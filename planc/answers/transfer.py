@@ -78,9 +78,9 @@ def transfer_table(
     Raises:
         PlanError: a plan has errors, or holds no slices that follow from its lines (PL695).
     """
-    own, other = split_settings(settings_of(overrides))
-    compiled, sink = compile_for(model, plan, world_size, own, allow_code)
-    found = transfer_of(
+    serve_settings, other = split_settings(settings_of(overrides))
+    compiled, sink = compile_for(model, plan, world_size, serve_settings, allow_code)
+    transfer = transfer_of(
         compiled,
         os.fspath(serve),
         sink,
@@ -89,9 +89,9 @@ def transfer_table(
         bucket=bucket,
         hardware=hardware,
     )
-    if found is None:
+    if transfer is None:
         raise PlanError(sink)
-    return found
+    return transfer
 
 
 def join_transfer(
@@ -125,9 +125,9 @@ def join_transfer(
 
 def split_settings(settings: Sequence[str]) -> tuple[list[str], list[str]]:
     """The settings of the training plan, and those with `serve.` before them, of the other plan."""
-    own = [text for text in settings if not text.startswith(_SERVE)]
+    serve_settings = [text for text in settings if not text.startswith(_SERVE)]
     other = [text.removeprefix(_SERVE) for text in settings if text.startswith(_SERVE)]
-    return own, other
+    return serve_settings, other
 
 
 def transfer_of(

@@ -31,10 +31,10 @@ def private_names(library: str) -> Iterator[None]:
             raise
         raise _refusal(library, error.name) from error
     except ImportError as error:
-        found = _LACKING.match(str(error))
-        if found is None:  # a shared library that cannot be loaded
+        match = _LACKING.match(str(error))
+        if match is None:  # a shared library that cannot be loaded
             raise
-        raise _refusal(library, f"{found[2]}.{found[1]}") from error
+        raise _refusal(library, f"{match[2]}.{match[1]}") from error
 
 
 def require(library: str, owner: Any, *names: str) -> None:

@@ -40,26 +40,26 @@ def render(
     Raises:
         ValueError: there is no such format.
     """
-    found = tuple(diagnostics)
+    findings = tuple(diagnostics)
     match format:
         case "full":
             from planc.diagnostics import full
 
-            return full.render(found, color=color, width=width)
+            return full.render(findings, color=color, width=width)
         case "concise":
             from planc.diagnostics import concise
 
-            return concise.render(found, color=color)
+            return concise.render(findings, color=color)
         case "json":
             from planc.diagnostics import json_document
 
-            return json_document.render(found, also)
+            return json_document.render(findings, also)
         case "github":
             from planc.diagnostics import github
 
-            return github.render(found)
+            return github.render(findings)
         case "sarif":
             from planc.diagnostics import sarif
 
-            return sarif.render(found)
+            return sarif.render(findings)
     raise ValueError(f"there is no format {format!r}; there are {', '.join(FORMATS)}")

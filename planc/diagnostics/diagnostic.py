@@ -72,10 +72,10 @@ class Diagnostic:
         if not isinstance(self.help, DidYouMean) or not self.labels:
             return None
         span = self.labels[0].span
-        found = list(re.finditer(rf"(?<!\w){re.escape(self.help.written)}(?!\w)", span.text))
-        if len(found) != 1:
+        matches = list(re.finditer(rf"(?<!\w){re.escape(self.help.written)}(?!\w)", span.text))
+        if len(matches) != 1:
             return None
-        start = span.start + found[0].start()
+        start = span.start + matches[0].start()
         return span.source.span(start, start + len(self.help.written)), self.help.meant
 
 
@@ -100,9 +100,9 @@ class Sink:
     def add(self, *diagnostics: Diagnostic) -> None:
         self._found.update(dict.fromkeys(diagnostics))
 
-    def replace(self, found: Diagnostic, explained: Diagnostic) -> None:
+    def replace(self, finding: Diagnostic, explained: Diagnostic) -> None:
         """Puts a finding whose cause is known now in the place of the same one without it."""
-        self._found = {explained if one == found else one: None for one in self._found}
+        self._found = {explained if kept == finding else kept: None for kept in self._found}
 
     def adjust(self, severity: Mapping[str, str]) -> Sink:
         """The findings that stand, with the severities that a user gives to some codes.
@@ -112,12 +112,12 @@ class Sink:
                 plan is wrong, whoever reads it.
         """
         result = Sink()
-        for found in self:
-            asked = severity.get(found.code, found.severity)
-            if found.severity is Severity.ERROR:
-                asked = found.severity
+        for finding in self:
+            asked = severity.get(finding.code, finding.severity)
+            if finding.severity is Severity.ERROR:
+                asked = finding.severity
             if asked != "ignore":
-                result.add(replace(found, severity=Severity(asked)))
+                result.add(replace(finding, severity=Severity(asked)))
         return result
 
     def overrule(self, codes: Iterable[str]) -> None:

@@ -106,11 +106,11 @@ def drawn_lines(text: str, marks: Sequence[Mark], room: int) -> list[list[Row]]:
 
 def _groups(marks: Sequence[Mark], reach: int) -> list[list[Mark]]:
     out: list[list[Mark]] = []
-    for one in sorted(marks, key=lambda m: m.start):
-        if out and one.end - out[-1][0].start <= reach:
-            out[-1].append(one)
+    for mark in sorted(marks, key=lambda m: m.start):
+        if out and mark.end - out[-1][0].start <= reach:
+            out[-1].append(mark)
         else:
-            out.append([one])
+            out.append([mark])
     return out
 
 
@@ -131,13 +131,13 @@ def _window(
         canvas.put(0, room - 1, _ELLIPSIS, "gutter")
     bound = high if cut else total + 1  # a mark may point past the last character
     shifted = []
-    for one in marks:
-        start = min(max(one.start, low), bound - 1)
-        end = min(max(one.end, start + 1), bound)
-        shifted.append(replace(one, start=start - left, end=end - left))
-    for one in sorted(shifted, key=lambda m: (m.primary, m.start - m.end)):
-        sign = "^" if one.primary else "-"
-        canvas.put(1, one.start, sign * (one.end - one.start), one.style)
+    for mark in marks:
+        start = min(max(mark.start, low), bound - 1)
+        end = min(max(mark.end, start + 1), bound)
+        shifted.append(replace(mark, start=start - left, end=end - left))
+    for mark in sorted(shifted, key=lambda m: (m.primary, m.start - m.end)):
+        sign = "^" if mark.primary else "-"
+        canvas.put(1, mark.start, sign * (mark.end - mark.start), mark.style)
     _write(canvas, shifted, room)
     return canvas.segments()
 
@@ -156,17 +156,17 @@ def _write(canvas: _Canvas, marks: Sequence[Mark], room: int) -> None:
     row = 2
     _stems(canvas, row, waiting)
     while waiting:
-        one = waiting.pop()
-        size = max(min(width(one.text), room), 1)
-        column = one.start
+        mark = waiting.pop()
+        size = max(min(width(mark.text), room), 1)
+        column = mark.start
         if room - column < min(size, _NARROW):
             column = max(0, room - size)
-        for line in wrap(one.text, room - column):
+        for line in wrap(mark.text, room - column):
             row += 1
             _stems(canvas, row, [m for m in waiting if m.start < column - 1])
-            canvas.put(row, column, line, one.style)
+            canvas.put(row, column, line, mark.style)
 
 
 def _stems(canvas: _Canvas, row: int, marks: Iterable[Mark]) -> None:
-    for one in marks:
-        canvas.put(row, one.start, "|", one.style)
+    for mark in marks:
+        canvas.put(row, mark.start, "|", mark.style)

@@ -32,17 +32,17 @@ def render(diagnostics: Iterable[Diagnostic], *, color: bool, width: int) -> str
     """The blocks, each followed by a blank line, and the summary; only locations and unbreakable
     words exceed the width, which is in terminal cells.
     """
-    found = sorted_findings(diagnostics)
-    spans = [label.span for d in found for label in labels_with_source(d)]
+    findings = sorted_findings(diagnostics)
+    spans = [label.span for d in findings for label in labels_with_source(d)]
     numbers = [span.line for span in spans if not span.source.argument]
     gutter = len(str(max(numbers, default=1)))
     lines: list[str] = []
-    for diagnostic in found:
+    for diagnostic in findings:
         rows = _block(diagnostic, gutter, max(width, _NARROWEST))
         lines += [paint(row, color) for row in rows]
         lines.append("")
-    worst = next((s for s in Severity if any(d.severity is s for d in found)), None)
-    lines.append(paint([(summary(found), worst.value if worst else "bold")], color))
+    worst = next((s for s in Severity if any(d.severity is s for d in findings)), None)
+    lines.append(paint([(summary(findings), worst.value if worst else "bold")], color))
     return "\n".join(lines) + "\n"
 
 

@@ -20,7 +20,7 @@ _PROPERTY = {**_DATA, ":": "%3A", ",": "%2C"}
 
 def render(diagnostics: Iterable[Diagnostic]) -> str:
     """One command per finding; its message contains the other labels, the facts and the help."""
-    return "".join(f"{_command(found)}\n" for found in sorting.sorted_findings(diagnostics))
+    return "".join(f"{_command(finding)}\n" for finding in sorting.sorted_findings(diagnostics))
 
 
 def _command(diagnostic: Diagnostic) -> str:

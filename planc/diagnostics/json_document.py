@@ -14,8 +14,8 @@ FORMAT = 1
 
 def document(diagnostics: Iterable[Diagnostic]) -> dict[str, Any]:
     """The findings as plain data, in the order of the other formats."""
-    found = sorted_findings(diagnostics)
-    return {"format_version": FORMAT, "diagnostics": findings(found), "counts": counts(found)}
+    ordered = sorted_findings(diagnostics)
+    return {"format_version": FORMAT, "diagnostics": findings(ordered), "counts": counts(ordered)}
 
 
 def findings(diagnostics: Iterable[Diagnostic]) -> list[dict[str, Any]]:

@@ -29,12 +29,12 @@ _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: 
 
 def render(diagnostics: Iterable[Diagnostic]) -> str:
     """One run in ASCII, with a result per finding and a rule per code."""
-    found = sorted_findings(diagnostics)
-    codes = sorted({d.code for d in found})
+    findings = sorted_findings(diagnostics)
+    codes = sorted({d.code for d in findings})
     run = {
         "tool": {"driver": {"name": "planc", "version": VERSION, "rules": _rules(codes)}},
         "columnKind": "unicodeCodePoints",  # 3.14.17
-        "results": [_result(d, codes.index(d.code)) for d in found],
+        "results": [_result(d, codes.index(d.code)) for d in findings],
     }
     return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2) + "\n"
 

@@ -55,8 +55,8 @@ def notes(diagnostic: Diagnostic) -> list[str]:
 
 def counts(diagnostics: Iterable[Diagnostic]) -> dict[str, int]:
     """The number of findings of each severity, by its name."""
-    found = [d.severity for d in diagnostics]
-    return {severity.value: found.count(severity) for severity in Severity}
+    severities = [d.severity for d in diagnostics]
+    return {severity.value: severities.count(severity) for severity in Severity}
 
 
 def summary(diagnostics: Iterable[Diagnostic]) -> str:

@@ -89,7 +89,7 @@ def _cut(word: str, room: int) -> list[str]:
             used = size or 1  # one that joins the previous is shown on a circle
         else:
             used += size
-    return [word[one:two] for one, two in zip(starts, [*starts[1:], None], strict=True)]
+    return [word[start:end] for start, end in zip(starts, [*starts[1:], None], strict=True)]
 
 
 def _escape(char: str) -> str:

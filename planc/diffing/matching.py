@@ -51,9 +51,9 @@ def differences(old: Entry, new: Entry) -> Iterator[tuple[str, Value, Value]]:
         before = _values(codec.facts(old.style)) | before
         after = _values(codec.facts(new.style)) | after
     for name in dict.fromkeys([*before, *after]):
-        one, two = before.get(name), after.get(name)
-        if (one, type(one)) != (two, type(two)):  # `reshard = 1` is not True
-            yield name, one, two
+        left, right = before.get(name), after.get(name)
+        if (left, type(left)) != (right, type(right)):  # `reshard = 1` is not True
+            yield name, left, right
 
 
 def _values(facts: Iterator[Fact] | tuple[Fact, ...]) -> dict[str, Value]:
@@ -73,9 +73,9 @@ class Pairs:
         self.changed: list[tuple[Entry, Entry]] = []
         self.removed: list[Entry] = []
         self.added: list[Entry] = []
-        one, two = _by_subject(old), _by_subject(new)
-        for subject in dict.fromkeys([*one, *two]):
-            left, right = one.get(subject, []), two.get(subject, [])
+        old_by_subject, new_by_subject = _by_subject(old), _by_subject(new)
+        for subject in dict.fromkeys([*old_by_subject, *new_by_subject]):
+            left, right = old_by_subject.get(subject, []), new_by_subject.get(subject, [])
             left, right, _ = _match(left, right, lambda a, b: a.content == b.content)
             left, right, changed = _match(left, right, lambda a, b: True)
             self.changed += changed

@@ -32,16 +32,16 @@ def write(path: Path, data: str | bytes) -> None:
         return
     if mode is not None and not os.access(target, os.W_OK):  # a rename would not ask
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-    made = target.with_name(f".{target.name[:100]}.{os.urandom(6).hex()}")
+    temporary = target.with_name(f".{target.name[:100]}.{os.urandom(6).hex()}")
     try:
-        with made.open("xb") as stream:
+        with temporary.open("xb") as stream:
             if mode is not None:
-                made.chmod(stat.S_IMODE(mode))
+                temporary.chmod(stat.S_IMODE(mode))
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-        made.replace(target)
+        temporary.replace(target)
     except BaseException:
         with contextlib.suppress(OSError):
-            made.unlink()
+            temporary.unlink()
         raise

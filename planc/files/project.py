@@ -107,10 +107,12 @@ def plan_folders() -> tuple[Path, ...]:
     named = tuple(map(Path, filter(None, path.split(os.pathsep))))
     if missing := next((folder for folder in named if not folder.is_dir()), None):
         raise ProjectError(f"PLANC_PATH: {missing} is not a folder")
-    own = project()
-    if missing := next((folder for folder in own.plans if not folder.is_dir()), None):
-        raise ProjectError(f"{own.folder / 'pyproject.toml'}: `plans`: {missing} is not a folder")
-    return (*named, *own.plans)
+    user_project = project()
+    if missing := next((folder for folder in user_project.plans if not folder.is_dir()), None):
+        raise ProjectError(
+            f"{user_project.folder / 'pyproject.toml'}: `plans`: {missing} is not a folder"
+        )
+    return (*named, *user_project.plans)
 
 
 def _read(table: Any, file: Path) -> Project:
@@ -122,7 +124,7 @@ def _read(table: Any, file: Path) -> Project:
     return Project(
         folder=file.parent,
         plans=tuple(_folder(p, file) for p in _texts(table, "plans", file)),
-        targets=tuple(one for t in targets for one in _targets(t, file)),
+        targets=tuple(target for t in targets for target in _targets(t, file)),
         severity={
             **dict(_severities(table.get("severity", {}), file)),
             **dict.fromkeys((_code(code, "ignore", file) for code in ignored), "ignore"),
