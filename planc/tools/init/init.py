@@ -80,7 +80,7 @@ def draft_text(
 
 def read_sizes(settings: Iterable[str], sink: Sink) -> dict[str, int]:
     """The sizes above one of `NAME=SIZE`; PL106 for another name, PL012 for no size."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for setting in settings:
         name, _, value = setting.partition("=")
         if name not in (STAGES, CONTEXT, EXPERTS):
@@ -89,8 +89,8 @@ def read_sizes(settings: Iterable[str], sink: Sink) -> dict[str, int]:
         elif not value.isdecimal() or int(value) < 1:
             sink.error("PL012", f"`{name}` is a positive number, not `{value}`")
         elif int(value) > 1:
-            found[name] = int(value)
-    return found
+            sizes[name] = int(value)
+    return sizes
 
 
 @random_numbers_kept()
@@ -109,10 +109,10 @@ def draft(
         given: transformers' own plan, whose splits the draft has then.
     """
     known, model, ran = _small(facts)
-    made = ran if isinstance(ran, RunRecord) else None
-    found = roles(known, made)
-    draft_plan = _draft_plan(facts, known, found, made)
-    search = Search(known, model, found, made, draft_plan, given)
+    record = ran if isinstance(ran, RunRecord) else None
+    model_roles = roles(known, record)
+    draft_plan = _draft_plan(facts, known, model_roles, record)
+    search = Search(known, model, model_roles, record, draft_plan, given)
     if isinstance(ran, str):
         outcome = Outcome(verdict="unknown", reason=ran)
         help = advice(facts, ran)
@@ -184,37 +184,39 @@ def _small(facts: Facts) -> tuple[Facts, SmallModel | None, RunRecord | str]:
     return small, model, ran if ran.width else none
 
 
-def _draft_plan(facts: Facts, known: Facts, found: Roles, ran: RunRecord | None) -> Draft:
+def _draft_plan(facts: Facts, known: Facts, model_roles: Roles, ran: RunRecord | None) -> Draft:
     """The parts of the draft that are decided before any split: names and units."""
-    head = found.heads[-1] if found.heads else None
+    head = model_roles.heads[-1] if model_roles.heads else None
     names = known.tied_modules
     draft_plan = Draft(
         name=re.sub(r"\W", "_", facts.family),
         family=facts.family,
-        blocks=[b.path for b in found.blocks],
-        called={b.path for b in found.blocks if _are_called(b.path, ran)},
+        blocks=[b.path for b in model_roles.blocks],
+        called={b.path for b in model_roles.blocks if _are_called(b.path, ran)},
     )
-    draft_plan.units = dict(_untied_blocks(known, found, names))
-    draft_plan.tied = {found.embedding, head} <= names
-    inner = {n for n in names if any(n.startswith(f"{b.path}.") for b in found.blocks)}
-    if not names - inner - {found.embedding, head}:  # else tied parameters stay in the root unit
-        draft_plan.embedding, draft_plan.head = found.embedding, head
+    draft_plan.units = dict(_untied_blocks(known, model_roles, names))
+    draft_plan.tied = {model_roles.embedding, head} <= names
+    inner = {n for n in names if any(n.startswith(f"{b.path}.") for b in model_roles.blocks)}
+    if (
+        not names - inner - {model_roles.embedding, head}
+    ):  # else tied parameters stay in the root unit
+        draft_plan.embedding, draft_plan.head = model_roles.embedding, head
         draft_plan.may_tie = "tie_word_embeddings" in facts.config and head is not None
-        draft_plan.tail = _tail(found, ran) if head else []
+        draft_plan.tail = _tail(model_roles, ran) if head else []
     there = role_modules(facts)
     if there.blocks:
-        draft_plan.base = DECODER if _decoder(draft_plan, found, there) else BLOCKS
+        draft_plan.base = DECODER if _decoder(draft_plan, model_roles, there) else BLOCKS
         draft_plan.experts = frozenset(generic(n) for m in there.experts for n in m.names())
     return draft_plan
 
 
-def _decoder(draft_plan: Draft, found: Roles, there: RoleModules) -> bool:
+def _decoder(draft_plan: Draft, model_roles: Roles, there: RoleModules) -> bool:
     """Whether the ends of a model are those of a decoder's base plan."""
-    if not draft_plan.may_tie or len(found.heads) != 1:
+    if not draft_plan.may_tie or len(model_roles.heads) != 1:
         return False
-    mine = ([draft_plan.embedding, *found.same], draft_plan.tail, [draft_plan.head])
+    mine = ([draft_plan.embedding, *model_roles.same], draft_plan.tail, [draft_plan.head])
     theirs = (there.embedding, there.final_norm, there.head)
-    return mine == tuple([str(m) for m in some] for some in theirs)
+    return mine == tuple([str(m) for m in modules] for modules in theirs)
 
 
 def _are_called(path: str, ran: RunRecord | None) -> bool:
@@ -225,12 +227,14 @@ def _are_called(path: str, ran: RunRecord | None) -> bool:
     return not inside or any("." not in name for name in inside)
 
 
-def _untied_blocks(facts: Facts, found: Roles, tied: set[str]) -> Iterator[tuple[str, list[str]]]:
+def _untied_blocks(
+    facts: Facts, model_roles: Roles, tied: set[str]
+) -> Iterator[tuple[str, list[str]]]:
     """Lists in which some blocks share weights, with the classes of the blocks that share none.
 
     FSDP requires a shared tensor to be in one unit, so blocks that share one belong to the root.
     """
-    for blocks in found.blocks:
+    for blocks in model_roles.blocks:
         at = next(m for m in block_lists(facts.model) if str(m) == blocks.path)
         sharing, classes = set(), dict.fromkeys(c.module.cls for c in at.module.children)
         for child in at.module.children:
@@ -241,30 +245,30 @@ def _untied_blocks(facts: Facts, found: Roles, tied: set[str]) -> Iterator[tuple
             yield blocks.path, [name for name in classes if name not in sharing]
 
 
-def _tail(found: Roles, ran: RunRecord | None) -> list[str]:
-    if ran is None or not found.blocks:
+def _tail(model_roles: Roles, ran: RunRecord | None) -> list[str]:
+    if ran is None or not model_roles.blocks:
         return []
-    paths = tuple(f"{b.path}." for b in found.blocks)
+    paths = tuple(f"{b.path}." for b in model_roles.blocks)
     last = max((i for i, n in enumerate(ran.order) if n.startswith(paths)), default=0)
-    return [n for n in found.norms if n in ran.order and ran.order.index(n) > last]
+    return [n for n in model_roles.norms if n in ran.order and ran.order.index(n) > last]
 
 
 def _comments(draft_plan: Draft, search: Search, outcome: Outcome, sink: Sink) -> None:
     """Comments for the reader: what is replicated and why, and what could not be decided."""
-    own = "" if search.given is None else " with the splits of transformers' own plan"
+    source = "" if search.given is None else " with the splits of transformers' own plan"
     if outcome.verdict == "proved":
         shrunk = search.small is not None and not search.small.code
         of = f"transformers {cache.version('transformers')}" if shrunk else "this code"
         on = "a proxy model" if shrunk else "the model"
         draft_plan.comment.append(
-            f"Written by planc init for {of}{own}; layout flow proved it on {on} (largest error "
+            f"Written by planc init for {of}{source}; layout flow proved it on {on} (largest error "
             f"{outcome.worst:.0e})."
         )
     else:
         first = "".join(p.detail for p in outcome.discrepancies[:1])
         why = outcome.reason or first or "the plan is refuted"
         draft_plan.comment.append(
-            f"Written by planc init{own}; layout flow could not prove it: {why}."
+            f"Written by planc init{source}; layout flow could not prove it: {why}."
         )
         help = advice(search.facts, why)
         sink.warning("PL660", f"this plan could not be proved: {why}", help=help)
@@ -274,7 +278,9 @@ def _comments(draft_plan: Draft, search: Search, outcome: Outcome, sink: Sink) -
             "pass: blocks are not FSDP units, which might be resharded before that, and nothing is "
             "checkpointed."
         )
-    reached = [c for p, some in search.parts.items() if p not in search.unreached for c in some]
+    reached = [
+        c for p, choices in search.parts.items() if p not in search.unreached for c in choices
+    ]
     whole = left_whole((*reached, *search.outside)) if outcome.verdict != "nothing" else ""
     if search.unreached:
         draft_plan.comment.append(

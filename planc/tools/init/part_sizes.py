@@ -29,27 +29,27 @@ class PartSizes:
 
     @classmethod
     def from_facts(cls, facts: Facts, parent: Module | None, divided: Collection[str]) -> PartSizes:
-        own = parent.facts if parent else ()
+        attributes = parent.facts if parent else ()
         stated = ((n, v) for n, v in facts.config.items() if type(v) is int and v > 0)
-        values = {f"parent.{name}": value for name, value in own}
+        values = {f"parent.{name}": value for name, value in attributes}
         values |= {f"config.{name}": value for name, value in stated if not _OTHER.search(name)}
         return cls(values, {f"parent.{name}" for name in divided})
 
     def expressions(self, linear: Linear) -> list[str]:
         """An expression for each part of a projection; none if one of them has no expression."""
         heads = self._count(linear.counts[0]) if linear.counts else ""
-        found = [
+        expressions = [
             self._part(part, count, heads)
             for part, count in zip(linear.parts, linear.counts, strict=True)
         ]
-        return found if all(found) else []
+        return expressions if all(expressions) else []
 
     def _part(self, part: int, count: int, heads: str) -> str:
         """The number of heads times the size of one, else the number of all features."""
         size = part // count if count else 0
-        number, one = self._count(count), self._size(size)
-        if number and one:
-            return f"{number} * {one}"
+        number, size_name = self._count(count), self._size(size)
+        if number and size_name:
+            return f"{number} * {size_name}"
         all_heads = self._size(self.values[heads] * size) if heads and size else ""
         if number and all_heads:
             of_each = f"{all_heads} // {heads}"
@@ -57,11 +57,11 @@ class PartSizes:
         return self._size(part)
 
     def _count(self, value: int) -> str:
-        found = [n for n, v in self.values.items() if v == value]
-        found.sort(key=lambda name: (name not in self.divided, not _COUNT.search(name)))
-        return found[0] if found else ""
+        names = [n for n, v in self.values.items() if v == value]
+        names.sort(key=lambda name: (name not in self.divided, not _COUNT.search(name)))
+        return names[0] if names else ""
 
     def _size(self, value: int) -> str:
-        found = [n for n, v in self.values.items() if v == value]
-        found.sort(key=lambda name: (not _SIZE.search(name), name in self.divided))
-        return found[0] if found else ""
+        names = [n for n, v in self.values.items() if v == value]
+        names.sort(key=lambda name: (not _SIZE.search(name), name in self.divided))
+        return names[0] if names else ""

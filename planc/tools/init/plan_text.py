@@ -63,12 +63,12 @@ class Draft:
         rules for, else `$block` or `$tower`, with a number where there are several.
         """
         kinds = {p: "tower" if TOWER.search(p) else "block" for p in self.blocks}
-        found: dict[str, str] = {}
+        names: dict[str, str] = {}
         for path, kind in kinds.items():
             alone = self.base and kind == "block" and [*kinds.values()].count(kind) == 1
-            count = sum(kinds[other] == kind for other in found) + 1
-            found[path] = "$blocks" if alone else f"${kind}{count if count > 1 else ''}"
-        return found
+            count = sum(kinds[other] == kind for other in names) + 1
+            names[path] = "$blocks" if alone else f"${kind}{count if count > 1 else ''}"
+        return names
 
     @property
     def fits(self) -> bool:
@@ -163,11 +163,11 @@ def brace_names(names: list[str]) -> list[str]:
     for name in names:
         holder, _, last = name.rpartition(".")
         groups.setdefault(holder, []).append(last)
-    found = []
+    braced = []
     for holder, lasts in groups.items():
         start = f"{holder}." if holder else ""
-        found += [f"{start}{joined}" for joined in _join_words(lasts)]
-    return found
+        braced += [f"{start}{joined}" for joined in _join_words(lasts)]
+    return braced
 
 
 def _join_words(words: list[str]) -> list[str]:
@@ -187,12 +187,12 @@ def _join_words(words: list[str]) -> list[str]:
 
 
 def _checkpoint(draft: Draft) -> Iterator[str]:
-    own = [
+    paths = [
         p for p in draft.blocks if p in draft.called and not (draft.fits and not TOWER.search(p))
     ]
     override = "override " if draft.base and not draft.fits else ""
-    if own and draft.checkpoint:
-        rules = [f"{draft.names[path]} : full" for path in own]
+    if paths and draft.checkpoint:
+        rules = [f"{draft.names[path]} : full" for path in paths]
         if override:
             yield from ("override checkpoint {", f"when {RECOMPUTE.word} {{", *rules, "}", "}", "")
         else:
@@ -233,11 +233,11 @@ def _ends(draft: Draft) -> Iterator[str]:
         last = f"group({', '.join(ends)})" if len(ends) > 1 else ends[0]
         apart.append(f"{last} : unit(reshard = never)")
     together = [name for name in (draft.embedding, *ends) if name]
-    one = f"group({', '.join(together)}) : unit(reshard = never)"
+    group = f"group({', '.join(together)}) : unit(reshard = never)"
     if draft.may_tie and draft.embedding and draft.head:
-        yield from ("when config.tie_word_embeddings {", one, "} else {", *apart, "}")
+        yield from ("when config.tie_word_embeddings {", group, "} else {", *apart, "}")
     else:
-        yield from [one] if draft.tied and len(together) > 1 else apart
+        yield from [group] if draft.tied and len(together) > 1 else apart
 
 
 def parsed_text(text: str) -> tuple[ast.File, ...]:

@@ -80,9 +80,9 @@ class SplitChoice:
 
 def split_choices(blocks: Blocks, facts: Facts, holders: Mapping[str, Module]) -> list[SplitChoice]:
     """The parts of the blocks that can be split; sizes are expressions over a configuration."""
-    every = blocks.projection_groups
-    found = [_projections(s, facts, holders.get(generic(s.holder))) for s in every]
-    return found + [experts_choice(name, module) for name, module in blocks.experts.items()]
+    groups = blocks.projection_groups
+    choices = [_projections(s, facts, holders.get(generic(s.holder))) for s in groups]
+    return choices + [experts_choice(name, module) for name, module in blocks.experts.items()]
 
 
 # Segments ----------------------------------------------------------------------------------------
@@ -93,28 +93,36 @@ def _projections(projections: ProjectionGroup, facts: Facts, holder: Module | No
     for all heads; each with the code's own counts of heads and features, then with these divided.
     """
     rowwise, colwise = projections.rowwise, projections.colwise
-    own = _sinks(projections, holder)
-    counts = [] if own else _counts(projections, holder)
-    narrow = [one.name for one in colwise if max(one.parts, default=one.outputs) < rowwise.inputs]
-    wide = [one for one in colwise if one.name not in narrow]
+    sinks = _sinks(projections, holder)
+    counts = [] if sinks else _counts(projections, holder)
+    narrow = [
+        linear.name
+        for linear in colwise
+        if max(linear.parts, default=linear.outputs) < rowwise.inputs
+    ]
+    wide = [linear for linear in colwise if linear.name not in narrow]
     recipes: list[SplitRecipe] = []
     for split, in_parts in ((colwise, True), (colwise, False), (wide, True)):
         for divided in ((), *(counts if split is colwise and in_parts else counts[:1])):
-            rules = dict(own)
+            rules = dict(sinks)
             if divided:
                 numbers = ", ".join(f"{name} = split" for name in divided)
                 rules[projections.holder] = f"attributes({numbers})"
-            for one in split:
-                parts = _parts(one, projections, facts, holder, divided) if in_parts else ""
-                rules[one.name] = parts or "colwise"
+            for linear in split:
+                parts = _parts(linear, projections, facts, holder, divided) if in_parts else ""
+                rules[linear.name] = parts or "colwise"
             rules[rowwise.name] = "rowwise"
             recipe = SplitRecipe(rules=rules, note=_WHOLE if split is wide else "")
             if split and rules not in [other.rules for other in recipes]:
                 recipes.append(recipe)
-    gathered = dict.fromkeys((one.name for one in colwise), "colwise(-> replicate)")
+    gathered = dict.fromkeys((linear.name for linear in colwise), "colwise(-> replicate)")
     gathered[rowwise.name] = "rowwise"
     recipes += [SplitRecipe(rules=gathered, note=_GATHERED), SplitRecipe(rules={})]
-    members = (*(one.name for one in colwise), rowwise.name, *filter(None, [projections.holder]))
+    members = (
+        *(linear.name for linear in colwise),
+        rowwise.name,
+        *filter(None, [projections.holder]),
+    )
     return SplitChoice(name=rowwise.name, members=members, recipes=recipes)
 
 
@@ -218,7 +226,7 @@ def _arguments(module: Module, *, packed: bool) -> dict[str, str]:
     if width is None:
         return {}
     inner = next(n for n in down.shape[1:] if n != width)
-    found: dict[str, str] = {}
+    layouts: dict[str, str] = {}
     for p in module.parameters:
         below = bool(_DOWN.search(p.name))
         if len(p.shape) == 3:
@@ -226,12 +234,12 @@ def _arguments(module: Module, *, packed: bool) -> dict[str, str]:
             if dim is None:
                 return {}
             two = packed and not below and p.shape[dim] == 2 * inner
-            found[p.name] = f"shard({dim}, parts = 2)" if two else f"shard({dim})"
+            layouts[p.name] = f"shard({dim}, parts = 2)" if two else f"shard({dim})"
         elif below and p.shape[-1] == width:
-            found[p.name] = "partial"
+            layouts[p.name] = "partial"
         elif not below and len(p.shape) == 2 and p.shape[-1] in (inner, 2 * inner):
             two = packed and p.shape[-1] == 2 * inner
-            found[p.name] = "shard(1, parts = 2)" if two else "shard(1)"
+            layouts[p.name] = "shard(1, parts = 2)" if two else "shard(1)"
         else:
             return {}
-    return found
+    return layouts

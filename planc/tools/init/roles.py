@@ -58,7 +58,7 @@ class ProjectionGroup:
     @property
     def holder(self) -> str:
         """The module around them; empty for the block itself, and for entries of a list."""
-        names = [one.name.split(".")[:-1] for one in (*self.colwise, self.rowwise)]
+        names = [linear.name.split(".")[:-1] for linear in (*self.colwise, self.rowwise)]
         around = zip(*names, strict=False)
         common = [parts[0] for parts in takewhile(lambda parts: len({*parts}) == 1, around)]
         return "" if "*" in common else ".".join(common)
@@ -134,16 +134,16 @@ def _inner(name: str, path: str, rows: frozenset[str] = frozenset()) -> str:
 
     Entries of `rows`, modules that are an nn.Sequential, are not identical and keep their numbers.
     """
-    found: list[str] = []
+    segments: list[str] = []
     for part in name[len(path) + 1 :].split(".")[1:]:
-        like = part.isdecimal() and ".".join(found) not in rows
-        found.append("*" if like else part)
-    return ".".join(found)
+        like = part.isdecimal() and ".".join(segments) not in rows
+        segments.append("*" if like else part)
+    return ".".join(segments)
 
 
 def _rows(block: Modules, path: str) -> frozenset[str]:
-    found = [m for m in block.below() if m.module.kind == "list" and not m.module.container]
-    return frozenset(_inner(m.first_name, path) for m in found)
+    list_modules = [m for m in block.below() if m.module.kind == "list" and not m.module.container]
+    return frozenset(_inner(m.first_name, path) for m in list_modules)
 
 
 def _blocks(at: Modules, ran: RunRecord | None) -> Blocks:
@@ -153,14 +153,18 @@ def _blocks(at: Modules, ran: RunRecord | None) -> Blocks:
     for child, block in zip(at.module.children, at.children, strict=True):
         first = f"{path}.{next(iter(child.indices))}" if child.indices is not None else path
         rows = _rows(block, path)
-        found = {_inner(m.first_name, path, rows): m for m in block.below()}
-        names = [n for n, m in found.items() if m.module.kind in _LINEAR]
-        linears = [_linear(n, found[n].module) for n in names if _useful(n, found[n].module)]
+        modules_by_name = {_inner(m.first_name, path, rows): m for m in block.below()}
+        names = [n for n, m in modules_by_name.items() if m.module.kind in _LINEAR]
+        linears = [
+            _linear(n, modules_by_name[n].module)
+            for n in names
+            if _useful(n, modules_by_name[n].module)
+        ]
         if ran is not None:
             calls = _calls(first, path, rows, ran.flow)
             for group in _projection_groups(linears, calls, ran):
                 projection_groups.setdefault(group.rowwise.name, group)
-        for name, modules in found.items():
+        for name, modules in modules_by_name.items():
             if sum(len(p.shape) == 3 for p in modules.module.parameters) > 1:
                 experts[name] = modules.module
     return Blocks(path=path, projection_groups=list(projection_groups.values()), experts=experts)
@@ -170,10 +174,10 @@ def _calls(
     first: str, path: str, rows: frozenset[str], flow: DataFlow
 ) -> dict[str, list[FlowCall]]:
     """The calls of the linears of one block, by their names in it, in execution order."""
-    found: dict[str, list[FlowCall]] = {}
+    calls_by_name: dict[str, list[FlowCall]] = {}
     for call in (c for c in flow.calls if c.linear and c.name.startswith(f"{first}.")):
-        found.setdefault(_inner(call.name, path, rows), []).append(call)
-    return found
+        calls_by_name.setdefault(_inner(call.name, path, rows), []).append(call)
+    return calls_by_name
 
 
 def _useful(name: str, module: Module) -> bool:
@@ -184,19 +188,19 @@ def _useful(name: str, module: Module) -> bool:
 
 
 def _linear(name: str, module: Module) -> Linear:
-    one, two = module.parameters[0].shape
+    rows, columns = module.parameters[0].shape
     if module.kind == "conv1d":
-        return Linear(name=name, inputs=one, outputs=two)
-    return Linear(name=name, inputs=two, outputs=one)
+        return Linear(name=name, inputs=rows, outputs=columns)
+    return Linear(name=name, inputs=columns, outputs=rows)
 
 
 def _cut(linear: Linear, tensor: int, flow: DataFlow) -> Linear:
     """A linear with the parts and heads of its output, by the shapes that the code makes of it."""
     tensor = skip_elementwise(tensor, flow)
-    made, shape = ranges(tensor, flow), flow.shapes[tensor]
-    if made:
-        sizes = tuple(flow.shapes[t][-1] for t in made)
-        views = [view_dims(t, flow) for t in made]
+    pieces, shape = ranges(tensor, flow), flow.shapes[tensor]
+    if pieces:
+        sizes = tuple(flow.shapes[t][-1] for t in pieces)
+        views = [view_dims(t, flow) for t in pieces]
     else:
         few, dims = viewed_parts(tensor, flow), view_dims(tensor, flow)
         sizes = (shape[-1] // few,) * few if few > 1 else ()
@@ -211,34 +215,43 @@ def _projection_groups(
     linears: list[Linear], calls: Mapping[str, list[FlowCall]], ran: RunRecord
 ) -> Iterator[ProjectionGroup]:
     """Groups linears that ran, by which outputs reach which, without a sum of hidden states."""
-    known = {one.name: one for one in linears}
+    known = {linear.name: linear for linear in linears}
     run = [known[name] for name in calls if name in known]
-    width = Counter(one.inputs for one in run).most_common(1)[0][0] if run else 0
-    made = {t: one.name for one in run for call in calls[one.name] for t in call.output_tensors}
+    width = Counter(linear.inputs for linear in run).most_common(1)[0][0] if run else 0
+    producers = {
+        t: linear.name for linear in run for call in calls[linear.name] for t in call.output_tensors
+    }
     taken = (
         ran.flow.shapes[t]
-        for one in run
-        for call in calls[one.name]
+        for linear in run
+        for call in calls[linear.name]
         for t in call.input_tensors[:1]
     )
     hidden = {shape for shape in taken if shape[-1:] == (width,)}
-    before = {one.name: {*_before(calls[one.name], made, hidden, ran.flow)} for one in run}
+    before = {
+        linear.name: {*_before(calls[linear.name], producers, hidden, ran.flow)} for linear in run
+    }
     inner = {name for names in before.values() for name in names}
     rowwise: list[Linear] = []
     for last in run:
-        near = [one for one in run if one.name in before[last.name] and one not in rowwise]
-        through = {name for one in near for name in before[one.name]}
+        near = [
+            linear for linear in run if linear.name in before[last.name] and linear not in rowwise
+        ]
+        through = {name for linear in near for name in before[linear.name]}
         # the first half of a low-rank pair stays whole
         colwise = [o for o in near if not (o.name in through and o.outputs < o.inputs)]
         if colwise and (last.name not in inner or last.outputs == ran.width):
             rowwise.append(last)
-            cut = [_cut(one, calls[one.name][0].output_tensors[0], ran.flow) for one in colwise]
+            cut = [
+                _cut(linear, calls[linear.name][0].output_tensors[0], ran.flow)
+                for linear in colwise
+            ]
             yield ProjectionGroup(colwise=cut, rowwise=last)
 
 
 def _before(
     calls: Iterable[FlowCall],
-    made: Mapping[int, str],
+    producers: Mapping[int, str],
     hidden: Container[tuple[int, ...]],
     flow: DataFlow,
 ) -> Iterator[str]:
@@ -250,11 +263,11 @@ def _before(
         if (tensor := waiting.pop()) in seen:
             continue
         seen.add(tensor)
-        if tensor in made:
-            yield made[tensor]
+        if tensor in producers:
+            yield producers[tensor]
             continue
-        for one in flow.makers.get(tensor, ()):
+        for operation in flow.makers.get(tensor, ()):
             shape = flow.shapes[tensor]
-            alike = [t for t in one.inputs if t in flow.live and flow.shapes[t] == shape]
-            if not (one.adds and len(alike) > 1 and shape in hidden):
-                waiting += one.inputs
+            alike = [t for t in operation.inputs if t in flow.live and flow.shapes[t] == shape]
+            if not (operation.adds and len(alike) > 1 and shape in hidden):
+                waiting += operation.inputs

@@ -82,7 +82,7 @@ class Search:
 
     @property
     def all(self) -> list[SplitChoice]:
-        return [*(c for some in self.parts.values() for c in some), *self.outside]
+        return [*(c for choices in self.parts.values() for c in choices), *self.outside]
 
     def settle(self) -> Outcome:
         """Settles the recipes; returns the outcome of the last run."""
@@ -168,15 +168,15 @@ class Search:
 
     def _clash(self, sink: Sink) -> str:
         """Why no layouts go with the splits; empty where some do."""
-        found = next((d for d in sink if d.code in WITHOUT_LAYOUTS), None)
-        return "" if found is None else next(iter(found.facts), found.message)
+        finding = next((d for d in sink if d.code in WITHOUT_LAYOUTS), None)
+        return "" if finding is None else next(iter(finding.facts), finding.message)
 
     def _unclash(self) -> None:
         """Adds the splits one after the other, each by its best recipe that layouts go with."""
         if self.draft.sequence == "false" and not self._clash(self._compile("true")[1]):
             self.draft.sequence = "true"  # whole hidden states alone clash
             return
-        groups = [[c] for some in self.parts.values() for c in some]
+        groups = [[c] for choices in self.parts.values() for c in choices]
         groups += [self.outside] if self.draft.tied else [[c] for c in self.outside]
         best = [[choice.at for choice in group] for group in groups]
         for choice in self.all:
@@ -200,9 +200,9 @@ class Search:
     def _fill(self) -> None:
         self.draft.rules = {}
         self.draft.notes = {}
-        for path, some in self.parts.items():
+        for path, choices in self.parts.items():
             rules: dict[str, str] = {}
-            for choice in some:
+            for choice in choices:
                 rules |= choice.recipe.rules
                 self.draft.notes |= choice.notes
             self.draft.rules[path] = self._order(path, rules)
@@ -236,7 +236,7 @@ class Search:
 
     def _suspects(self, outcome: Outcome) -> list[SplitChoice]:
         """The choices whose modules an outcome names, the first one first."""
-        found: list[SplitChoice] = []
+        suspects: list[SplitChoice] = []
         wrong = outcome.discrepancies
         subjects = [p.subject for p in wrong if p.kind not in ("boundary", "unstated")]
         subjects += [p.before for p in wrong if p.before]
@@ -245,22 +245,23 @@ class Search:
         for subject in (*boundaries[:1], *subjects):
             path, inner = self._locate(ends.get(subject) or subject)
             inner = re.sub(r"^\$(blocks?|tower)\d*\.", "", inner)
-            some = self.parts.get(path, []) if path else [*self.all]
-            named = [choice for choice in some if _concerns(choice, inner)]
+            choices = self.parts.get(path, []) if path else [*self.all]
+            named = [choice for choice in choices if _concerns(choice, inner)]
             # a module beside those of a part, such as a convolution of keys, takes what they give
-            named = named or [c for c in some if path and c.top and c.top == inner.split(".")[0]]
-            found += [choice for choice in named if choice not in found]
-        return found
+            named = named or [c for c in choices if path and c.top and c.top == inner.split(".")[0]]
+            suspects += [choice for choice in named if choice not in suspects]
+        return suspects
 
 
 def left_whole(choices: Iterable[SplitChoice]) -> str:
     """The parts that are split in no way, each with what was wrong with the first."""
-    found: dict[str, list[str]] = {}
+    names_by_reason: dict[str, list[str]] = {}
     for choice in choices:
         if not choice.recipe.rules:
-            found.setdefault(choice.why, []).append(choice.name)
+            names_by_reason.setdefault(choice.why, []).append(choice.name)
     return "; ".join(
-        f"{', '.join(names)} ({why})" if why else ", ".join(names) for why, names in found.items()
+        f"{', '.join(names)} ({why})" if why else ", ".join(names)
+        for why, names in names_by_reason.items()
     )
 
 
@@ -275,11 +276,11 @@ def _wrong(first: Discrepancy) -> str:
 def _compile_errors(done: Compiled, sink: Sink) -> Iterator[Discrepancy]:
     """Errors of the compiler as discrepancies, each of the modules of a rule that it labels."""
     rules = done.plan.tensor if done.plan else ()
-    for found in (d for d in sink if d.severity is Severity.ERROR):
-        spans = [label.span for label in found.labels]
+    for finding in (d for d in sink if d.severity is Severity.ERROR):
+        spans = [label.span for label in finding.labels]
         named = [r.modules.first_name for r in rules if any(r.origin.has(s) for s in spans)]
         for subject in named or [""]:
-            yield Discrepancy(kind="refused", subject=subject, detail=found.message)
+            yield Discrepancy(kind="refused", subject=subject, detail=finding.message)
 
 
 def _concerns(choice: SplitChoice, inner: str) -> bool:
@@ -293,11 +294,11 @@ def _concerns(choice: SplitChoice, inner: str) -> bool:
 
 
 def _holders(facts: Facts, path: str) -> dict[str, Module]:
-    found: dict[str, Module] = {}
+    holders: dict[str, Module] = {}
     for child in facts.module_at(path).module.children:
         for name, module in named_below("", child.module):
-            found.setdefault(name, module)
-    return found
+            holders.setdefault(name, module)
+    return holders
 
 
 def named_below(name: str, module: Module) -> Iterator[tuple[str, Module]]:
