@@ -141,8 +141,8 @@ class Arguments:
             self.wrong(argument, f"`{self.call.name}` takes no argument without a name", takes)
         for name, argument in self._named.items():
             hint = did_you_mean(name, self.known, takes)
-            if (own := _RENAMED.get(name)) in self.known:
-                hint = f"`{name}` is `{own}`: write `{own} = {argument.value.origin.text}`"
+            if (renamed := _RENAMED.get(name)) in self.known:
+                hint = f"`{name}` is `{renamed}`: write `{renamed} = {argument.value.origin.text}`"
             self.wrong(argument, f"`{self.call.name}` takes no argument `{name}`", hint)
         return self.ok
 

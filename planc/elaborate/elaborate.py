@@ -117,7 +117,7 @@ def _sections(program: Program) -> Mapping[str, tuple[Any, ...]]:
     stated = [name for name in STATED if any(program.sections_named(name))]
     readers = {name: read for name in stated if (read := _READ.find(name))}
     rules = {name: program.part(name, partial(read, program)) for name, read in readers.items()}
-    return {name: found for name, found in rules.items() if found}
+    return {name: section_rules for name, section_rules in rules.items() if section_rules}
 
 
 def _options(program: Program) -> dict[str, object]:
@@ -168,8 +168,10 @@ def _with_roles(mesh: Mesh | None, program: Program) -> Mesh | None:
         return None
 
     def axes_of_sections(*sections: str) -> tuple[str, ...]:
-        found = (s for s in program.sections if s.name in sections)
-        return expand_axes((a.path for s in found for a in (*s.axes, *s.replicate)), mesh.names)
+        named_sections = (s for s in program.sections if s.name in sections)
+        return expand_axes(
+            (a.path for s in named_sections for a in (*s.axes, *s.replicate)), mesh.names
+        )
 
     tensor, data = axes_of_sections("tensor"), axes_of_sections("fsdp", "replicate")
     context = axes_of_sections("context")
@@ -213,9 +215,9 @@ def _over_axes(program: Program, mesh: Mesh) -> Iterator[ast.Section]:
         if section.name == "expert" and _limits(section.items):
             yield section
             continue
-        made = replace(section, axes=there(section.axes), replicate=there(section.replicate))
-        if bool(made.axes or made.replicate) is bool(section.axes or section.replicate):
-            yield made
+        narrowed = replace(section, axes=there(section.axes), replicate=there(section.replicate))
+        if bool(narrowed.axes or narrowed.replicate) is bool(section.axes or section.replicate):
+            yield narrowed
 
 
 def _limits(items: Iterable[object]) -> bool:
@@ -267,8 +269,8 @@ def _axes(program: Program, mesh: Mesh) -> None:
             program.sink.error(
                 "PL305", f"the mesh has no axis `{axis.path}`", axis.origin, help=hint
             )
-        found = expand_axes((a.path for a in section.axes), mesh.names)
-        for name in dict.fromkeys(a for i, a in enumerate(found) if a in found[:i]):
+        axes = expand_axes((a.path for a in section.axes), mesh.names)
+        for name in dict.fromkeys(a for i, a in enumerate(axes) if a in axes[:i]):
             program.sink.error("PL304", f"axis `{name}` is named twice", section.axes[0].origin)
     for sized in (*mesh.axes, *([mesh.experts.ranks] if mesh.experts else ())):
         if sized.size > 1 and sized.name not in used and not misspelled:
@@ -294,13 +296,13 @@ def _divides(program: Program) -> bool:
 
 
 def _report_unused(axis: MeshAxis, used: Iterable[str], program: Program) -> None:
-    one = f"set `{axis.name} = 1`"
+    unset = f"set `{axis.name} = 1`"
     wanted = {
-        AxisRole.STAGE: f"write `pipeline on {axis.name}` with its schedule and stages, or {one}",
+        AxisRole.STAGE: f"write `pipeline on {axis.name}` with its schedule and stages, or {unset}",
         AxisRole.SEQUENCE: f"write `context on {axis.name} {{ attention = all_gather }}` and `fsdp "
-        f"on dp_shard * {axis.name}`; or {one}",
+        f"on dp_shard * {axis.name}`; or {unset}",
         AxisRole.EXPERT: f"write `expert on {axis.name} {{ model.layers.*.mlp.experts : "
-        f"dispatch(all_to_all) }}`, or {one}",
+        f"dispatch(all_to_all) }}`, or {unset}",
     }
     program.sink.error(
         "PL306",
@@ -309,5 +311,5 @@ def _report_unused(axis: MeshAxis, used: Iterable[str], program: Program) -> Non
         facts=["its ranks would all compute the same"],
         help=elsewhere(axis.name)
         or wanted.get(axis.role)
-        or did_you_mean(axis.name, used, f"write a section `on {axis.name}`, or {one}"),
+        or did_you_mean(axis.name, used, f"write a section `on {axis.name}`, or {unset}"),
     )

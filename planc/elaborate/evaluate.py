@@ -87,7 +87,7 @@ def describe(value: Value) -> str:
             inner = ", ".join(describe(v) for v in value[:8])
             return f"[{inner}{', ...' if len(value) > 8 else ''}]"
         case ast.Selector():
-            paths = (one.path for one in value.parts or (value,))
+            paths = (part.path for part in value.parts or (value,))
             return f"the modules {', '.join(f'`{path}`' for path in paths)}"
         case _:
             return str(value)
@@ -139,41 +139,41 @@ def _binary(node: ast.Binary, scope: Scope) -> Value:
             return left
         right = truth(node.right, scope)
         return FAILED if right is None else right
-    one, two = evaluate(node.left, scope), evaluate(node.right, scope)
-    if isinstance(one, Failed) or isinstance(two, Failed):
+    first, second = evaluate(node.left, scope), evaluate(node.right, scope)
+    if isinstance(first, Failed) or isinstance(second, Failed):
         return FAILED
-    if isinstance(one, ast.Selector) or isinstance(two, ast.Selector):
+    if isinstance(first, ast.Selector) or isinstance(second, ast.Selector):
         return _wrong(node, "modules cannot be compared or used in arithmetic", scope)
     match node.op:
         case "==" | "!=":
-            same = one == two and isinstance(one, bool) == isinstance(two, bool)
+            same = first == second and isinstance(first, bool) == isinstance(second, bool)
             return same is (node.op == "==")
         case "in":
-            return _contains(node, one, two, scope)
+            return _contains(node, first, second, scope)
         case _:
-            return _arithmetic(node, one, two, scope)
+            return _arithmetic(node, first, second, scope)
 
 
-def _contains(node: ast.Binary, one: Value, two: Value, scope: Scope) -> Value:
-    if isinstance(two, tuple):
-        return one in two
-    if isinstance(two, str) and isinstance(one, str):
-        return one in two
-    return _wrong(node.right, f"`in` takes a list, not {describe(two)}", scope)
+def _contains(node: ast.Binary, left: Value, right: Value, scope: Scope) -> Value:
+    if isinstance(right, tuple):
+        return left in right
+    if isinstance(right, str) and isinstance(left, str):
+        return left in right
+    return _wrong(node.right, f"`in` takes a list, not {describe(right)}", scope)
 
 
-def _arithmetic(node: ast.Binary, one: Value, two: Value, scope: Scope) -> Value:
-    if not (number(one) and number(two)):
-        bad, side = (one, node.left) if not number(one) else (two, node.right)
+def _arithmetic(node: ast.Binary, left: Value, right: Value, scope: Scope) -> Value:
+    if not (number(left) and number(right)):
+        bad, side = (left, node.left) if not number(left) else (right, node.right)
         hint = None
         if bad is None and isinstance(side, ast.Name):
             hint = f"`{side.path}` is null for this model; test it first: `{side.path} != null`"
         return _wrong(side, f"`{node.op}` takes numbers, not {describe(bad)}", scope, hint)
-    assert isinstance(one, int | float) and isinstance(two, int | float)
-    if node.op in ("/", "//", "%") and two == 0:
+    assert isinstance(left, int | float) and isinstance(right, int | float)
+    if node.op in ("/", "//", "%") and right == 0:
         return _wrong(node.right, f"`{node.op}` by zero", scope)
     try:
-        value = _OPERATORS[node.op](one, two)
+        value = _OPERATORS[node.op](left, right)
     except OverflowError:
         return _wrong(node, "the numbers are too large", scope)
     if not isinstance(value, bool) and not -_LARGEST < value < _LARGEST:
@@ -181,10 +181,10 @@ def _arithmetic(node: ast.Binary, one: Value, two: Value, scope: Scope) -> Value
     return value
 
 
-def _divide(one: int | float, two: int | float) -> int | float:
+def _divide(left: int | float, right: int | float) -> int | float:
     """A quotient; of integers that divide evenly an integer."""
-    exact = isinstance(one, int) and isinstance(two, int) and one % two == 0
-    return one // two if exact else one / two
+    exact = isinstance(left, int) and isinstance(right, int) and left % right == 0
+    return left // right if exact else left / right
 
 
 _OPERATORS: dict[str, Callable[[Any, Any], int | float | bool]] = {
@@ -219,16 +219,16 @@ def _call(node: ast.Call, scope: Scope) -> Value:
 
 def _select_entry(node: ast.Selector, scope: Scope) -> Value:
     """`config.layer_types[0]`: the one pattern that has a value."""
-    found = re.fullmatch(r"(config(?:\.\w+)+)\[(-?\d+)\]", node.path)
-    if not found or node.cls or node.has:
+    match = re.fullmatch(r"(config(?:\.\w+)+)\[(-?\d+)\]", node.path)
+    if not match or node.cls or node.has:
         return _wrong(node, f"`{node.path}` names modules, which have no value here", scope)
-    value = scope.value(ast.Name(origin=node.origin, path=found[1]))
+    value = scope.value(ast.Name(origin=node.origin, path=match[1]))
     if isinstance(value, Failed):
         return FAILED
-    index = int(found[2]) if len(found[2]) < 1_000 else _LARGEST
+    index = int(match[2]) if len(match[2]) < 1_000 else _LARGEST
     if not isinstance(value, tuple):
-        return _wrong(node, f"`{found[1]}` is {describe(value)}, not a list", scope)
+        return _wrong(node, f"`{match[1]}` is {describe(value)}, not a list", scope)
     if not -len(value) <= index < len(value):
-        return _wrong(node, f"`{found[1]}` has {len(value)} entries", scope)
+        return _wrong(node, f"`{match[1]}` has {len(value)} entries", scope)
     picked: Value = value[index]
     return picked

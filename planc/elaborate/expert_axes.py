@@ -64,10 +64,10 @@ def legal_sizes(sizes: Sequence[int]) -> Iterator[int]:
     """Yields the sizes that `ep` can have along axes of these sizes, outermost first."""
     inner = 1
     for size in reversed(sizes):
-        for some in range(1, int(size**0.5) + 1):
-            if size % some == 0:
-                yield inner * some
-                yield inner * (size // some)
+        for divisor in range(1, int(size**0.5) + 1):
+            if size % divisor == 0:
+                yield inner * divisor
+                yield inner * (size // divisor)
         inner *= size
 
 
@@ -75,9 +75,9 @@ def _illegal(
     mesh: Mesh, ranks: MeshAxis, axes: Sequence[MeshAxis], fits: list[int], program: Program
 ) -> None:
     program.broken.add("expert")  # the layout of the experts is unknown
-    made = " * ".join(f"{a.name} {a.size}" for a in axes) or "no axis"
+    product = " * ".join(f"{a.name} {a.size}" for a in axes) or "no axis"
     shown = one_of([f"{n:,}" for n in fits[:_LISTED]]) + (" or more" * (len(fits) > _LISTED))
-    facts = [f"{EXPERTS} is made of {made} = {prod(a.size for a in axes):,} ranks"]
+    facts = [f"{EXPERTS} is made of {product} = {prod(a.size for a in axes):,} ranks"]
     if mesh.assumed:
         facts.append("no world size is given, so `auto` counts as 1")
     program.sink.error(

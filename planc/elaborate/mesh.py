@@ -60,16 +60,17 @@ def _solve(program: Program) -> Mesh | None:
     settings = _settings(program)
     if settings is None:
         return None
-    made = {s.name: s for s in settings if s.name in (EXPERTS, EXPERT_TENSOR)}
+    expert_settings = {s.name: s for s in settings if s.name in (EXPERTS, EXPERT_TENSOR)}
     ranks, inside = (
-        _experts(made[name], program) if name in made else None for name in (EXPERTS, EXPERT_TENSOR)
+        _experts(expert_settings[name], program) if name in expert_settings else None
+        for name in (EXPERTS, EXPERT_TENSOR)
     )
-    written = [(s, _size(s, program)) for s in settings if s.name not in made]
+    written = [(s, _size(s, program)) for s in settings if s.name not in expert_settings]
     sizes = _Sizes(tuple((s, size) for s, size in written if size is not None))
     if len(sizes.pairs) < len(written):
         return None
     ones = {s.name for s, size in sizes.pairs if s.optional and size == 1}
-    ones |= {s.name for s in made.values() if s.optional and ranks is None}
+    ones |= {s.name for s in expert_settings.values() if s.optional and ranks is None}
     gone = set(program.scope.replaced_axes).difference(s.name for s in settings)
     sizes = _Sizes(tuple(pair for pair in sizes.pairs if pair[0].name not in ones))
     autos = [s for s, size in sizes.pairs if size == 0]
@@ -119,7 +120,7 @@ def _settings(program: Program) -> list[ast.Setting] | None:
             help="write `mesh { dp_shard = auto  tp = 1 }`, one axis a line",
         )
         return None
-    found: dict[str, ast.Setting] = {}
+    settings: dict[str, ast.Setting] = {}
     for section in sections:
         for item in expand_conditions(section.items, program.scope):
             if not isinstance(item, ast.Setting):
@@ -127,15 +128,15 @@ def _settings(program: Program) -> list[ast.Setting] | None:
                     "PL011", "a mesh section contains axes: `tp = 8`, one a line", item.origin
                 )
                 continue
-            _axis(item, found, program)
-    if not found:
+            _axis(item, settings, program)
+    if not settings:
         program.sink.error("PL308", "the mesh has no axis", sections[0].name_origin)
         return None
-    return list(found.values())
+    return list(settings.values())
 
 
-def _axis(item: ast.Setting, found: dict[str, ast.Setting], program: Program) -> None:
-    earlier = found.get(item.name)
+def _axis(item: ast.Setting, settings: dict[str, ast.Setting], program: Program) -> None:
+    earlier = settings.get(item.name)
     if earlier and not (item.override or earlier.optional):
         program.sink.error(
             "PL304",
@@ -146,7 +147,7 @@ def _axis(item: ast.Setting, found: dict[str, ast.Setting], program: Program) ->
         )
         return
     if item.override and not earlier:
-        help = did_you_mean(item.name, found, "remove `override`")
+        help = did_you_mean(item.name, settings, "remove `override`")
         nothing_to_override(program.sink, f"axis `{item.name}`", item.name_origin, help)
     if program.scope.definitions.get(item.name):
         program.sink.error(
@@ -156,7 +157,9 @@ def _axis(item: ast.Setting, found: dict[str, ast.Setting], program: Program) ->
             program.scope.definitions[item.name].origin,
             help="give one of them another name",
         )
-    found[item.name] = replace(item, optional=item.optional or bool(earlier and earlier.optional))
+    settings[item.name] = replace(
+        item, optional=item.optional or bool(earlier and earlier.optional)
+    )
 
 
 def _size(setting: ast.Setting, program: Program) -> int | None:

@@ -237,9 +237,9 @@ def _define(
     if kind == "option" and earlier and not _fits(name, statement.value, earlier.value, program):
         return
     value, origin = statement.value, statement.name_origin
-    own = _set_value(name, value, program, given) if kind == "option" else None
+    given_value = _set_value(name, value, program, given) if kind == "option" else None
     program.scope.define(
-        Definition(name=statement.name, kind=kind, value=value, origin=origin, given=own)
+        Definition(name=statement.name, kind=kind, value=value, origin=origin, given=given_value)
     )
 
 
@@ -286,7 +286,7 @@ def _fits(name: str, value: ast.Expr, default: ast.Expr, program: Program) -> bo
         return True
     setting = SETTINGS.get(name)
     few = (setting.default, *setting.others) if setting and setting.others else ()
-    known = {(type(one), one) for one in few}  # 1 is not true
+    known = {(type(choice), choice) for choice in few}  # 1 is not true
     if (type(default.value), default.value) in known:
         fits = (type(value.value), value.value) in known
         help = f"give {one_of(map(describe, few))}"

@@ -130,7 +130,7 @@ class Claims(Generic[T]):
     ) -> None:
         """Adds a rule's claims where it decides differently for each of its sets."""
         met = False
-        own: list[Modules] = []
+        claimed: list[Modules] = []
         for wanted, value in decisions:
             rest: list[Claim[T]] = []
             for claim in self.claims:
@@ -139,7 +139,7 @@ class Claims(Generic[T]):
                     rest.append(claim)
                     continue
                 met = True
-                if any(both.overlap(earlier) for earlier in own):
+                if any(both.overlap(earlier) for earlier in claimed):
                     message = f"this rule decides the {aspect} of `{both}` twice"
                     self.sink.error("PL102", message, origin, help="name it once")
                 elif not override:
@@ -147,7 +147,7 @@ class Claims(Generic[T]):
                     what = f"the {claim.aspect} of `{both}`{count}"
                     conflict(self.sink, "rule", what, origin, claim.origin)
                 rest += (replace(claim, modules=left) for left in claim.modules.minus(wanted))
-            own.append(wanted)
+            claimed.append(wanted)
             self.claims = [*rest, Claim(modules=wanted, aspect=aspect, value=value, origin=origin)]
         if override and decisions and not met:
             nothing_to_override(self.sink, f"rule for `{decisions[0][0]}`", origin)

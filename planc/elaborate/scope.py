@@ -103,7 +103,7 @@ class Scope:
         module, sized = parent.module, self.sized
         if self.small is not None:
             alike = [at.module for at in self.small.model.below() if at.key == parent.key]
-            alike.sort(key=lambda one: one.cls != module.cls)
+            alike.sort(key=lambda other: other.cls != module.cls)
             module = alike[0] if alike else module
         return replace(self, parent=module, sized=sized and sized.child_scope(parent))
 
@@ -120,8 +120,8 @@ class Scope:
         if word not in LACKS or (known and known.kind == "let"):
             return self.value(name)
         self._roles = self._roles or roles(self.facts)
-        found = getattr(self._roles, word)
-        if not found and not optional and word not in self._lacking:
+        modules = getattr(self._roles, word)
+        if not modules and not optional and word not in self._lacking:
             self._lacking.append(word)
             self.sink.error(
                 "PL114",
@@ -130,7 +130,7 @@ class Scope:
                 help=f"name the modules by `let {word} = PATH`, or write `optional` before the rule"
                 " or `override` a section that has no use for them",
             )
-        return _selector(found, name.origin) if found else FAILED
+        return _selector(modules, name.origin) if modules else FAILED
 
     def _is_axis(self, name: str) -> bool:
         """Whether a name is an axis; `etp` is 1 where a mesh with experts leaves it out."""
@@ -253,13 +253,13 @@ class Scope:
         return FAILED
 
 
-def _selector(found: tuple[Modules, ...], origin: Span) -> ast.Selector:
+def _selector(modules: tuple[Modules, ...], origin: Span) -> ast.Selector:
     """A selector of modules, with all entries of the lists that they are in."""
     paths = dict.fromkeys(
-        ".".join("*" if isinstance(s, Indices) else s for s in m.path) for m in found
+        ".".join("*" if isinstance(s, Indices) else s for s in m.path) for m in modules
     )
-    one, *others = (ast.Selector(origin=origin, path=path) for path in paths)
-    return ast.Selector(origin=origin, path="", parts=(one, *others)) if others else one
+    first, *others = (ast.Selector(origin=origin, path=path) for path in paths)
+    return ast.Selector(origin=origin, path="", parts=(first, *others)) if others else first
 
 
 def _plain(value: Any) -> Value:

@@ -74,16 +74,16 @@ def select(
     The result is disjoint, modules of one structure in one set; empty after a finding.
     """
     bases = tuple(bases)
-    found: list[Modules] = []
-    for one in selector.parts or (selector,):
-        for steps in _every_alternative(one, scope, optional=optional):
+    modules: list[Modules] = []
+    for part in selector.parts or (selector,):
+        for steps in _every_alternative(part, scope, optional=optional):
             matched = _match(bases, steps, scope)
             for each in () if optional else (matched, *_by_entry(bases, steps, scope)):
                 if isinstance(each, _Miss):
-                    _report(one, each, scope)
+                    _report(part, each, scope)
                     return ()
-            found.extend(() if isinstance(matched, _Miss) else matched)
-    return tuple(merge_sets(found, alike=True))
+            modules.extend(() if isinstance(matched, _Miss) else matched)
+    return tuple(merge_sets(modules, alike=True))
 
 
 def _every_alternative(
@@ -120,8 +120,8 @@ def _alternatives(
             return
         prefixes = [
             steps
-            for one in value.parts or (value,)
-            for steps in _alternatives(one, scope, optional=optional)
+            for inner in value.parts or (value,)
+            for steps in _alternatives(inner, scope, optional=optional)
         ]
         path = path[match.end() :]
     texts = list(itertools.islice(expand_braces(path), _MAX_ALTERNATIVES + 1))
@@ -172,9 +172,9 @@ def _match(
 ) -> tuple[Modules, ...] | _Miss:
     """The modules that steps match from any of the bases."""
     results = [_walk(base, steps, scope) for base in bases]
-    found = [modules for r in results if not isinstance(r, _Miss) for modules in r]
+    matched = [modules for r in results if not isinstance(r, _Miss) for modules in r]
     misses = [r for r in results if isinstance(r, _Miss)]
-    return max(misses, key=lambda m: m.depth) if misses and not found else tuple(found)
+    return max(misses, key=lambda m: m.depth) if misses and not matched else tuple(matched)
 
 
 def _by_entry(
@@ -265,8 +265,8 @@ def _report(selector: ast.Selector, miss: _Miss, scope: Scope) -> None:
             reason = f"{where} has {length} entries" if length else f"{where} is not a list"
             reason += f", none of them in `{text}`" if length else ""
         case Kept(cls, has):
-            found = one_of(dict.fromkeys(m.module.cls for m in miss.at), last="and")
-            reason = f"the modules there are {found}"
+            classes = one_of(dict.fromkeys(m.module.cls for m in miss.at), last="and")
+            reason = f"the modules there are {classes}"
             if cls is None and has is not None:
                 reason = f"none of them has `{has.path}`"
         case _:

@@ -31,14 +31,14 @@ class _SizeSearch:
         """The number of parameters outside units of one of these modules, after its own units."""
         if modules.path and any(modules.overlap(t) is not None for t in self.taken):
             return 0
-        own = sum(p.numel for p in modules.module.parameters)
+        count = sum(p.numel for p in modules.module.parameters)
         for child in _children(modules, self.taken):
-            own += self.remaining_parameters(child) * len(child) // len(modules)
-        fits = own >= self.least and not modules.module.container and modules.path
+            count += self.remaining_parameters(child) * len(child) // len(modules)
+        fits = count >= self.least and not modules.module.container and modules.path
         if fits and not _parts_tie(self.facts, modules):
             self.found.append(modules)
             return 0
-        return own
+        return count
 
 
 def by_dtype(
@@ -52,10 +52,10 @@ def by_dtype(
         taken: the units that the plan names; modules inside them are considered.
         kept: the dtype of a parameter after `load`.
     """
-    found = {kept(p) for below in modules.below() for p in below.module.parameters}
-    if dtype not in found:
+    dtypes = {kept(p) for below in modules.below() for p in below.module.parameters}
+    if dtype not in dtypes:
         return
-    if found == {dtype} and modules.path and not modules.module.container:
+    if dtypes == {dtype} and modules.path and not modules.module.container:
         if all(modules.overlap(t) is None for t in taken):
             yield modules
         return

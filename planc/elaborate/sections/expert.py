@@ -24,9 +24,9 @@ def expert(program: Program) -> tuple[ExpertRule, ...]:
             hint = f"write `expert on {EXPERTS} {{`"
             program.sink.error("PL305", message, section.name_origin, help=hint)
         for rule, placed in rules_of(section, ("dispatch",), "expert action", program):
-            found, made = modules_of(rule, placed, program.scope), _way(rule, program)
-            if made is not None:
-                claims.add(found, "dispatch", made, rule.origin, override=rule.override)
+            modules, dispatch = modules_of(rule, placed, program.scope), _way(rule, program)
+            if dispatch is not None:
+                claims.add(modules, "dispatch", dispatch, rule.origin, override=rule.override)
     return claims.rules()
 
 

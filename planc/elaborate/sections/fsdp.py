@@ -85,16 +85,16 @@ def _backend(state: _Section, section: str) -> Backend | None:
     lines, chosen = state.settings.lines, state.settings.values.get("backend", _TORCH)
     kind = backend(chosen) if chosen != _TORCH and chosen in names() else None
     for name, item in lines.items() if chosen else ():
-        own = name in (*_POLICIES, "divide", "backend", *(kind.SETTINGS if kind else ()))
-        if not own and (word := _owner(name)):
+        known = name in (*_POLICIES, "divide", "backend", *(kind.SETTINGS if kind else ()))
+        if not known and (word := _owner(name)):
             used, title = kind.TITLE if kind else "torch's FSDP", backend(word).TITLE
             message = f"`{name}` is a setting of {title}, and this section uses {used}"
             help = f"write `backend = {word}` in the section, or remove this"
             state.program.sink.error("PL498", message, item.origin, help=help)
     if kind is None:
         return None
-    found: Backend | None = kind.part("section").read(lines, section, state.program.scope)
-    return found
+    operation: Backend | None = kind.part("section").read(lines, section, state.program.scope)
+    return operation
 
 
 def _owner(name: str) -> str | None:
@@ -152,9 +152,9 @@ def _item(placed: Placed, section: str, state: _Section) -> None:
         case ast.Rule():
             fsdp_units.rule(item, placed, state.claims, scope)
         case ast.Ignore():
-            found = select(item.target, placed.bases, scope, optional=item.optional)
+            modules = select(item.target, placed.bases, scope, optional=item.optional)
             rule = Ignored(modules=scope.facts.model, origin=item.origin)
-            state.ignored.add(found, "ignoring", rule, item.origin, override=False)
+            state.ignored.add(modules, "ignoring", rule, item.origin, override=False)
         case ast.Directive(call=ast.Call(name=name)) if name in _POLICIES:
             state.settings.add(item, lambda item: _POLICIES[name](item, scope))
         case ast.Setting(name="divide"):

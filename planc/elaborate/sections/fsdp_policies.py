@@ -16,29 +16,29 @@ DTYPES = {short: name for name, short in SHORT.items()} | {name: name for name i
 def precision(arguments: Arguments, origin: Span) -> Precision | None:
     """The mixed precision policy that arguments give, None where they give none."""
     given = {a.name for a in arguments.call.arguments} & set(PRECISION)
-    found = Precision(
+    policy = Precision(
         param=arguments.word("param", DTYPES, None),
         reduce=arguments.word("reduce", DTYPES, None),
         output=arguments.word("output", DTYPES, None),
         cast_inputs=arguments.truth("cast_inputs", True),
         origin=origin,
     )
-    return found if given else None
+    return policy if given else None
 
 
 def section_precision(item: ast.Directive, scope: Scope) -> Precision | None:
     """`precision(param = bf16)`, or None after a finding."""
     arguments = Arguments(item.call, scope, PRECISION)
-    found = precision(arguments, item.origin)
-    if arguments.done() and found is None:
+    policy = precision(arguments, item.origin)
+    if arguments.done() and policy is None:
         arguments.wrong(item, "`precision` has no arguments", "write `precision(param = bf16)`")
-    return found if arguments.ok else None
+    return policy if arguments.ok else None
 
 
 def prefetch(item: ast.Directive, scope: Scope) -> Prefetch | None:
     """`prefetch(forward = 2, backward = 2)` without its units, or None after a finding."""
     arguments = Arguments(item.call, scope, ("forward", "backward"))
-    found = Prefetch(
+    policy = Prefetch(
         units=(),
         forward=_depth("forward", arguments),
         backward=_depth("backward", arguments),
@@ -46,11 +46,11 @@ def prefetch(item: ast.Directive, scope: Scope) -> Prefetch | None:
     )
     if not arguments.done():
         return None
-    if not (found.forward or found.backward):
+    if not (policy.forward or policy.backward):
         hint = "write `prefetch(forward = 2, backward = 2)`"
         arguments.wrong(item, "`prefetch` has no arguments", hint)
         return None
-    return found
+    return policy
 
 
 def _depth(name: str, arguments: Arguments) -> int:

@@ -62,10 +62,10 @@ def rule(item: ast.Rule, placed: Placed, claims: Claims[UnitTerms], scope: Scope
         claims.add_all(pairs, "unit", item.origin, override=item.override)
         return
     root = item.target.path == "root" and not placed.nested
-    found: tuple[Modules, ...] = (scope.facts.model,)
+    selected: tuple[Modules, ...] = (scope.facts.model,)
     if not root:
-        found = select(item.target, placed.bases, scope, optional=item.optional)
-    _claim(found, terms, item, claims)
+        selected = select(item.target, placed.bases, scope, optional=item.optional)
+    _claim(selected, terms, item, claims)
 
 
 def _terms(item: ast.Rule, scope: Scope) -> UnitTerms | None:
@@ -75,15 +75,15 @@ def _terms(item: ast.Rule, scope: Scope) -> UnitTerms | None:
     except_last = isinstance(reshard, str)
     if except_last and staged:
         except_last, reshard = False, False  # the next microbatch needs every block again
-    own = _precision(arguments)
+    policy = _precision(arguments)
     shard = _axes(arguments)
     shard_dim = _dim(arguments)
-    if not arguments.done(positional=int(own is not None)):
+    if not arguments.done(positional=int(policy is not None)):
         return None
     unit = Unit(
         members=(),
         reshard=except_last or reshard,
-        precision=own,
+        precision=policy,
         shard=shard,
         shard_dim=shard_dim,
         explicit={a.name or "precision": a.origin.text for a in item.action.arguments},
@@ -117,9 +117,9 @@ def spread(item: ast.Rule, placed: Placed, claims: Claims[SpreadRule | None], sc
         hint = "write `spread(on = ep_shard, shard_dim = auto)`"
         arguments.wrong(item.action, "`spread` names neither axes nor a dim", hint)
     if arguments.done() and isinstance(item.target, ast.Selector):
-        found = select(item.target, placed.bases, scope, optional=item.optional)
+        modules = select(item.target, placed.bases, scope, optional=item.optional)
         rule = SpreadRule(modules=scope.facts.model, shard=shard, shard_dim=dim, origin=item.origin)
-        claims.add(found, "spreading", rule, item.origin, override=item.override)
+        claims.add(modules, "spreading", rule, item.origin, override=item.override)
 
 
 def _precision(arguments: Arguments) -> Precision | None:
@@ -128,9 +128,9 @@ def _precision(arguments: Arguments) -> Precision | None:
     if not isinstance(call, ast.Call) or call.name != "precision":
         return None
     inner = Arguments(call, arguments.scope, PRECISION)
-    found = precision(inner, call.origin)
+    policy = precision(inner, call.origin)
     arguments.ok &= inner.done()
-    return found
+    return policy
 
 
 def _axes(arguments: Arguments) -> tuple[str, ...] | None:
@@ -160,11 +160,11 @@ def _factors(expression: ast.Expr) -> Iterator[str | None]:
 
 
 def _claim(
-    found: tuple[Modules, ...], terms: UnitTerms, item: ast.Rule, claims: Claims[UnitTerms]
+    selected: tuple[Modules, ...], terms: UnitTerms, item: ast.Rule, claims: Claims[UnitTerms]
 ) -> None:
     """Claims the modules; with `except_last` the last entries are claimed separately."""
-    last = max((m.entries.last for m in found if m.entries), default=None)
-    pairs = [part for modules in found for part in _parts(modules, terms, last)]
+    last = max((m.entries.last for m in selected if m.entries), default=None)
+    pairs = [part for modules in selected for part in _parts(modules, terms, last)]
     claims.add_all(pairs, "unit", item.origin, override=item.override)
 
 
@@ -174,7 +174,11 @@ def _parts(modules: Modules, terms: UnitTerms, last: int | None) -> list[tuple[M
         return [(modules, terms.for_entry(last=False))]
     final = modules.entries & Indices.from_numbers([last])
     parts = ((modules.entries - final, False), (final, True))
-    return [(modules.with_entries(some), terms.for_entry(last=at)) for some, at in parts if some]
+    return [
+        (modules.with_entries(entries), terms.for_entry(last=at))
+        for entries, at in parts
+        if entries
+    ]
 
 
 # Calls in the place of a selector ----------------------------------------------------------------
@@ -203,11 +207,11 @@ def found_units(
     searched = search(arguments, taken, ignored)
     if searched is None or terms is None:
         return
-    found, message = searched
-    if not found and not item.optional:
+    unit_modules, message = searched
+    if not unit_modules and not item.optional:
         total = f"the model has {scope.facts.count:,} parameters"
         scope.sink.error("PL448", message, item.origin, facts=[total], help="remove the rule")
-    _claim(found, terms, item, claims)
+    _claim(unit_modules, terms, item, claims)
 
 
 _Found = tuple[tuple[Modules, ...], str]
@@ -222,8 +226,8 @@ def _by_size(
         arguments.wrong(arguments.call, "`auto` needs a number of parameters", hint)
     if not arguments.done():
         return None
-    found = by_size(arguments.scope.facts, least, taken, ignored)
-    return found, f"no module has {least:,} parameters that no other unit holds"
+    unit_modules = by_size(arguments.scope.facts, least, taken, ignored)
+    return unit_modules, f"no module has {least:,} parameters that no other unit holds"
 
 
 def _by_dtype(
@@ -233,8 +237,8 @@ def _by_dtype(
     if dtype is None or not arguments.done(positional=1):
         return None
     facts, kept = arguments.scope.facts, arguments.scope.kept
-    found = {kept(p) for m in facts.model.below() for p in m.module.parameters}
-    if found == {dtype}:
+    dtypes = {kept(p) for m in facts.model.below() for p in m.module.parameters}
+    if dtypes == {dtype}:
         return (), f"all parameters of the model are {dtype}"
     units = tuple(by_dtype(facts.model, dtype, (*taken, *ignored), kept))
     return units, f"no module has only {dtype} parameters"
@@ -269,10 +273,10 @@ def _members(item: ast.Rule, call: ast.Call, placed: Placed, scope: Scope) -> tu
         if not isinstance(target, ast.Selector):
             arguments.wrong(target, "a group holds modules", "write `group(model.norm, lm_head)`")
             return ()
-        found = select(target, placed.bases, scope, optional=item.optional)
-        if not found and not item.optional:
+        selected = select(target, placed.bases, scope, optional=item.optional)
+        if not selected and not item.optional:
             return ()
-        members.extend(found)
+        members.extend(selected)
     if not arguments.done(positional=len(arguments.positional)):
         return ()
     if not members and not item.optional:
@@ -286,13 +290,13 @@ def _one_by_one(
     """`groups(a.*, b.*) : unit`: a group of entry 0 of each list, a group of entry 1, and so on."""
     entries: dict[tuple[str, ...], set[int]] = {}
     for member in members:
-        found = [s for s in member.path if isinstance(s, Indices)]
-        if len(found) != 1:
+        indices = [s for s in member.path if isinstance(s, Indices)]
+        if len(indices) != 1:
             hint = "write `groups(encoder.layers.*, decoder.layers.*)`"
             message = f"`{member}` does not name the entries of one list"
             Arguments(call, scope).wrong(call, message, hint)
             return
-        entries.setdefault(member.key, set()).update(found[0])
+        entries.setdefault(member.key, set()).update(indices[0])
     if len({frozenset(e) for e in entries.values()}) > 1:
         sizes = one_of([f"{len(e)}" for e in entries.values()], last="and")
         hint = "each list needs the same entries"
@@ -301,8 +305,8 @@ def _one_by_one(
     last = max((max(e) for e in entries.values()), default=-1)
     for member in members:
         for entry in member.entries:
-            one = member.with_entries(Indices.from_numbers([entry]))
-            yield one, terms.for_entry(last=entry == last, group=entry)
+            entry_modules = member.with_entries(Indices.from_numbers([entry]))
+            yield entry_modules, terms.for_entry(last=entry == last, group=entry)
 
 
 def units(claims: Claims[UnitTerms]) -> Iterator[Unit]:

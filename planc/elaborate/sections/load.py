@@ -46,7 +46,7 @@ def load(program: Program) -> Load | None:
     origin = next(lines[name].origin for name, value in values.items() if value)
     others = ((name, line.origin) for name, line in lines.items() if line.origin is not origin)
     cast = dtype if values.get("islands") != "none" else None
-    found = Load(
+    rule = Load(
         meta=values.get("init") == "meta",
         weights=values.get("weights"),
         dtype=dtype,
@@ -56,16 +56,16 @@ def load(program: Program) -> Load | None:
         origin=origin,
         origins=tuple((_FIELDS.get(name, name), origin) for name, origin in others),
     )
-    program.scope.kept = found.dtype_after_load
-    return found
+    program.scope.kept = rule.dtype_after_load
+    return rule
 
 
 def _read(item: ast.Setting, program: Program) -> Any:
     """The value of a setting; of `dequantize` its word, and the block that `fp8` states."""
     call, sized = item.value, item.name == "dequantize"
     if not sized or not isinstance(call, ast.Call) or call.name != "fp8":
-        found = one_word(item, WORDS[item.name], program.scope)
-        return (found, ()) if found and sized else found
+        word = one_word(item, WORDS[item.name], program.scope)
+        return (word, ()) if word and sized else word
     arguments = Arguments(call, program.scope, ("block",))
     wanted = "a size, or the rows and the columns, `[128, 64]`"
     block = arguments.read("block", (), wanted, lambda value: bool(_sizes(value)))

@@ -44,10 +44,10 @@ def optimizer(program: Program) -> tuple[OptimizerRule, ...]:
             assert isinstance(rule.target, ast.Selector)
             whole = rule.target.path == "root" and not placed.nested
             facts = program.facts
-            found = (facts.model,) if whole else modules_of(rule, placed, program.scope)
+            modules = (facts.model,) if whole else modules_of(rule, placed, program.scope)
             read = _rule(rule.action, program)
             if read is not None:
-                claims.add(found, "optimizer", read, rule.origin, override=rule.override)
+                claims.add(modules, "optimizer", read, rule.origin, override=rule.override)
     return tuple(sorted(claims.rules(), key=lambda rule: len(rule.modules.path)))
 
 
@@ -56,9 +56,9 @@ def _rule(call: ast.Call, program: Program) -> OptimizerRule | None:
     if call.name == OptimizerClass.KIND:
         return _class(call, program)
     kind = _ALGORITHMS[call.name]
-    own = [f.name for f in fields(kind) if f.name != "units"]
+    algorithm_fields = [f.name for f in fields(kind) if f.name != "units"]
     more = ("per", "parts", "interleaved", "anyway") if kind is Muon else ()
-    arguments = Arguments(call, program.scope, (*_SHARED, *more, *own))
+    arguments = Arguments(call, program.scope, (*_SHARED, *more, *algorithm_fields))
     values = _terms(kind, arguments)
     per = arguments.word("per", _PER, None) if more else None
     parts, interleaved = parts_of(arguments) if more else (1, False)

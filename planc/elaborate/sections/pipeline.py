@@ -65,19 +65,19 @@ def pipeline(program: Program) -> PipelineRule | None:
         return None
     schedule = settings.values.get("schedule", "1f1b")
     usual = (TERMS[schedule].each or 2) if isinstance(schedule, str) else 1
-    found = None
+    cut = None
     if isinstance(stages, ast.Setting):
-        found = _stages(stages.value, ranks, usual, program.scope)
-    if found is None or not complete:
+        cut = _stages(stages.value, ranks, usual, program.scope)
+    if cut is None or not complete:
         return None
-    return _cut(axis, found, settings, section, program)
+    return _cut(axis, cut, settings, section, program)
 
 
 def _cut(
-    axis: str, found: BlockCut, settings: Settings, section: ast.Section, program: Program
+    axis: str, cut: BlockCut, settings: Settings, section: ast.Section, program: Program
 ) -> PipelineRule | None:
     """The pipeline whose stages are known, or None after a finding."""
-    blocks, bounds, times = found
+    blocks, bounds, times = cut
     order = block_order(program.facts, str(blocks))
     rest = _edge_modules(program.facts, blocks, order)
     if order.problem or isinstance(rest, str):
@@ -123,15 +123,15 @@ def _schedule(
     value = settings.values.get("schedule", "1f1b")
     if not isinstance(value, ast.Call):
         return value, ()
-    found = program.schedule_files.get(value.origin)
+    text = program.schedule_files.get(value.origin)
     assert program.mesh is not None
     ranks, microbatches = program.mesh.size(axis), settings.values["microbatches"]
     try:
-        if found is None:
+        if text is None:
             raise ScheduleFileError('no file was read: write `schedule = file("schedule.csv")`')
         # what cannot be read is PL006 already
         terms = {"ranks": ranks, "stages": stages, "microbatches": microbatches}
-        return read_schedule(found, **terms) if found else ("", ())
+        return read_schedule(text, **terms) if text else ("", ())
     except ScheduleFileError as error:
         shape = f"{stages} stages on {ranks} ranks, {microbatches} microbatches"
         message = f"this schedule cannot be run: {error}"
@@ -144,10 +144,10 @@ def _schedule(
 
 def _axis(section: ast.Section, program: Program) -> str | None:
     names = [axis.path for axis in (*section.axes, *section.replicate)]
-    found = program.mesh.axis(names[0]) if program.mesh and len(names) == 1 else None
-    if found is not None and found.role is AxisRole.STAGE:
-        return found.name
-    if found is not None or len(names) != 1:
+    mesh_axis = program.mesh.axis(names[0]) if program.mesh and len(names) == 1 else None
+    if mesh_axis is not None and mesh_axis.role is AxisRole.STAGE:
+        return mesh_axis.name
+    if mesh_axis is not None or len(names) != 1:
         message = "a pipeline section works over the axis of the stages"
         program.sink.error("PL305", message, section.name_origin, help="write `pipeline on pp {`")
     return None
@@ -219,10 +219,10 @@ def _read_cut(call: ast.Call, ranks: int, each: int, scope: Scope) -> BlockCut |
     selector = arguments.positional[0].value if arguments.positional else None
     if not arguments.done(positional=1):
         return None
-    found = _list_of(_select(selector, scope), call, scope)
-    if found is None:
+    selected = _list_of(_select(selector, scope), call, scope)
+    if selected is None:
         return None
-    blocks, indices = found
+    blocks, indices = selected
     count = length(blocks)
     if len(indices) < count:
         _report(scope, call, [*indices], blocks)
@@ -274,15 +274,15 @@ def _read_list(value: ast.List, scope: Scope) -> BlockCut | None:
     order: list[int] = []
     bounds = [0]
     for item in value.items:
-        found = _list_of(_select(item, scope), item, scope)
-        if found is None:
+        listed = _list_of(_select(item, scope), item, scope)
+        if listed is None:
             return None
-        if blocks is not None and blocks != found[0]:
-            message = f"stages are cut from `{blocks}` and from `{found[0]}`"
+        if blocks is not None and blocks != listed[0]:
+            message = f"stages are cut from `{blocks}` and from `{listed[0]}`"
             scope.sink.error("PL560", message, item.origin, help="the blocks of one list are cut")
             return None
-        blocks = found[0]
-        order += found[1]
+        blocks = listed[0]
+        order += listed[1]
         bounds.append(len(order))
     if blocks is None or order != [*range(length(blocks))]:
         _report(scope, value, order, blocks)
@@ -292,9 +292,9 @@ def _read_list(value: ast.List, scope: Scope) -> BlockCut | None:
 
 def _report(scope: Scope, node: ast.Node, order: list[int], blocks: Modules | None) -> None:
     """PL560, with the blocks that are in no stage, in two, or out of order."""
-    every = range(length(blocks)) if blocks else range(0)
-    lost = [i for i in every if i not in order]
-    twice = [i for i in every if order.count(i) > 1]
+    entries = range(length(blocks)) if blocks else range(0)
+    lost = [i for i in entries if i not in order]
+    twice = [i for i in entries if order.count(i) > 1]
     message = "the blocks of the stages are not in the order of the model"
     if twice:
         message = f"`{blocks}{Indices.from_numbers(twice)}` is in two stages"
@@ -310,19 +310,19 @@ def _select(value: ast.Expr | None, scope: Scope) -> tuple[Modules, ...]:
 
 
 def _list_of(
-    found: tuple[Modules, ...], node: ast.Node, scope: Scope
+    selected: tuple[Modules, ...], node: ast.Node, scope: Scope
 ) -> tuple[Modules, list[int]] | None:
     """The list that holds all of these blocks, and their indices in order."""
-    lists = dict.fromkeys(m.path[:-1] for m in found)
+    lists = dict.fromkeys(m.path[:-1] for m in selected)
     plain = [p for p in lists if all(isinstance(part, str) for part in p)]
-    if not found or len(lists) != 1 or not plain or isinstance(found[0].path[-1], str):
-        if not scope.sink.errors or found:
+    if not selected or len(lists) != 1 or not plain or isinstance(selected[0].path[-1], str):
+        if not scope.sink.errors or selected:
             message = "a stage consists of entries of one list of blocks"
             scope.sink.error("PL560", message, node.origin, help=_EXAMPLE)
         return None
     at = scope.facts.module_at(".".join(map(str, plain[0])))
     chosen = Indices(0)
-    for modules in found:
+    for modules in selected:
         last = modules.path[-1]
         assert isinstance(last, Indices)
         chosen |= last
@@ -333,9 +333,9 @@ def _work(blocks: Modules, facts: Facts) -> tuple[list[int], int, int]:
     """The work of each block, and of what the first and the last stage have besides blocks."""
     each = [0] * length(blocks)
     for child in blocks.module.children:
-        own = work(child.module, facts.config)
+        block_work = work(child.module, facts.config)
         for i in child.indices or ():
-            each[i] = own
+            each[i] = block_work
     around = _edge_modules(facts, blocks, block_order(facts, str(blocks)))
     ends = ((), ()) if isinstance(around, str) else around  # which is a finding elsewhere
     alone = ([(len(m), replace(m.module, children=())) for m in end] for end in ends)

@@ -52,8 +52,8 @@ def read_schedule(
 
 def _actions(number: int, cells: Iterable[str]) -> Iterator[Action]:
     for place, cell in enumerate(map(str.strip, cells), 1):
-        if found := _ACTION.fullmatch(cell):
-            yield int(found[1]), found[2], int(found[3])
+        if action := _ACTION.fullmatch(cell):
+            yield int(action[1]), action[2], int(action[3])
         elif cell and not _OF_FSDP.fullmatch(cell):
             # the file may be any other, so its text is not quoted
             where = f"entry {place} of row {number + 1}"
@@ -62,28 +62,28 @@ def _actions(number: int, cells: Iterable[str]) -> Iterator[Action]:
 
 def _messages(rows: Sequence[Sequence[Action]], stages: int) -> None:
     """Every send of a file that has some is received, once, on the stage that it is for."""
-    every = Counter(action for row in rows for action in row if len(action[1]) > 1)
-    for (stage, kind, micro), count in every.items():
+    counts = Counter(action for row in rows for action in row if len(action[1]) > 1)
+    for (stage, kind, micro), count in counts.items():
         back, to = kind[-1], kind.startswith("SEND")
         peer = stage + (1 if (back == "F") == to else -1)
         other = f"{'RECV' if to else 'SEND'}_{back}"
-        if not 0 <= peer < stages or every[peer, other, micro] != count:
+        if not 0 <= peer < stages or counts[peer, other, micro] != count:
             raise ScheduleFileError(f"{stage}{kind}{micro} has no {peer}{other}{micro}")
 
 
 def _once(rows: Sequence[Sequence[Action]], stages: int, microbatches: int) -> None:
     """Each stage runs forward and backward once for each microbatch, and nothing else."""
-    every = Counter(action for row in rows for action in row)
+    counts = Counter(action for row in rows for action in row)
     wanted: dict[Action, None] = {}
     for stage in range(stages):
         for micro in range(microbatches):
-            halves = (stage, "B", micro) not in every and (stage, "I", micro) in every
+            halves = (stage, "B", micro) not in counts and (stage, "I", micro) in counts
             wanted |= {(stage, kind, micro): None for kind in ("FIW" if halves else "FB")}
-    for action in (*wanted, *every):
+    for action in (*wanted, *counts):
         stage, kind, micro = action
-        if every[action] == 1 and action in wanted:
+        if counts[action] == 1 and action in wanted:
             continue
-        count = f"{every[action]} times" if every[action] else "never"
+        count = f"{counts[action]} times" if counts[action] else "never"
         why = "" if action in wanted else ", and the plan has no such pass"
         raise ScheduleFileError(f"{stage}{kind}{micro} runs {count}{why}")
 
@@ -91,10 +91,10 @@ def _once(rows: Sequence[Sequence[Action]], stages: int, microbatches: int) -> N
 def _placement(rows: Sequence[Sequence[Action]], ranks: int, stages: int) -> str:
     held = [{stage for stage, _, _ in row} for row in rows]
     for name in OF_FILES:
-        own = [{*stages_of_rank(name, rank, ranks, stages)} for rank in range(ranks)]
-        if held == own:
+        stages_by_rank = [{*stages_of_rank(name, rank, ranks, stages)} for rank in range(ranks)]
+        if held == stages_by_rank:
             return name
-    shown = ", ".join(str(sorted(own)) for own in held[:8])
+    shown = ", ".join(str(sorted(stages_by_rank)) for stages_by_rank in held[:8])
     raise ScheduleFileError(
         f"its ranks have the stages {shown}: neither in turn nor there and back"
     )

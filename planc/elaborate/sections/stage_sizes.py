@@ -44,13 +44,13 @@ def balance_stages(blocks: Sequence[int], first: int, last: int, stages: int) ->
         more = (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
         row: list[tuple[int, int, int]] = []
         for stop in range(stage + 1, count - stages + stage + 2):
-            found = []
+            options = []
             for i, (most, squares, _) in enumerate(best):
                 start = stage + i
                 if start < stop:
                     work = until[stop] - until[start] + more
-                    found.append((max(most, work), squares + work * work, start))
-            row.append(min(found))
+                    options.append((max(most, work), squares + work * work, start))
+            row.append(min(options))
         cuts.append([start for *_, start in row])
         best = row
     sizes, stop = [], count
@@ -68,12 +68,12 @@ def work(module: Module, config: Mapping[str, object]) -> int:
     if module.kind == "embedding":
         return 0
     experts = module.fact(FUSED_EXPERTS) or module.fact(BATCHED_EXPERTS) or 0
-    found = _of_token(sum(p.numel for p in module.parameters), experts, config)
+    total = _of_token(sum(p.numel for p in module.parameters), experts, config)
     for child in module.children:
         each = work(child.module, config) * child.times
         listed = child.module.children if child.name == "experts" else ()
-        found += _of_token(each, listed[0].times if len(listed) == 1 else 0, config)
-    return found
+        total += _of_token(each, listed[0].times if len(listed) == 1 else 0, config)
+    return total
 
 
 def _of_token(elements: int, experts: int, config: Mapping[str, object]) -> int:

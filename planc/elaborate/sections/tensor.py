@@ -72,10 +72,10 @@ def tensor(program: Program) -> Found:
         )
         for rule, placed in found_rules:
             used.add(rule.action.name)
-            found = modules_of(rule, placed, scope)
-            if axis and found:
+            modules = modules_of(rule, placed, scope)
+            if axis and modules:
                 held = claims.setdefault(axis, Claims(program.sink))
-                _claim(rule, found, axis, held, program)
+                _claim(rule, modules, axis, held, program)
     for unused in program.styles.keys() - used:
         origin = program.styles[unused].name_origin
         hint = "use it or remove it"
@@ -167,7 +167,7 @@ def _elsewhere(call: ast.Call) -> str | None:
 
 def _claim(
     rule: ast.Rule,
-    found: tuple[Modules, ...],
+    selected: tuple[Modules, ...],
     axis: str,
     claims: Claims[TensorRule | None],
     program: Program,
@@ -176,11 +176,11 @@ def _claim(
     integers of their parents, where the rule names one.
     """
     groups: dict[tuple[object, ...], tuple[str, Scope, list[Modules]]] = {}
-    for modules, scope in _scopes(rule, found, program):
+    for modules, scope in _scopes(rule, selected, program):
         kind = modules.module.kind
-        own = kind if kind in ("embedding", "conv1d") else "other"
-        key = own, scope.parent and scope.parent.facts
-        groups.setdefault(key, (own, scope, []))[2].append(modules)
+        style_kind = kind if kind in ("embedding", "conv1d") else "other"
+        key = style_kind, scope.parent and scope.parent.facts
+        groups.setdefault(key, (style_kind, scope, []))[2].append(modules)
     for i, (kind, scope, group) in enumerate(groups.values()):
         style: Style | None
         if own_style := program.styles.get(rule.action.name):
@@ -202,16 +202,16 @@ def _claim(
 
 
 def _scopes(
-    rule: ast.Rule, found: tuple[Modules, ...], program: Program
+    rule: ast.Rule, selected: tuple[Modules, ...], program: Program
 ) -> Iterator[tuple[Modules, Scope]]:
     """The modules of a rule with the scope of its arguments, which may name integers of the parent
     module: parents that differ have separate ones.
     """
     names = (node for node in ast.walk(rule.action) if isinstance(node, ast.Name))
     if not any(name.path.startswith("parent.") for name in names):
-        yield from ((modules, program.scope) for modules in found)
+        yield from ((modules, program.scope) for modules in selected)
         return
-    for modules in found:
+    for modules in selected:
         for parent in program.facts.parents(modules):
             inner = Modules((*parent.path, modules.path[-1]), modules.module)
             yield inner, program.scope.child_scope(parent)
@@ -237,8 +237,8 @@ def rules_of(
             name = rule.name if isinstance(rule, ast.Setting) else ""
             item = f"`{name}`" if name else "this"
             message = f"{item} has no place in {_a(section)} section"
-            own = f"it holds rules: `{_EXAMPLES[section.name]}`{_SETTINGS.get(section.name, '')}"
-            help = diagnostic.elsewhere(name) or own
+            usage = f"it holds rules: `{_EXAMPLES[section.name]}`{_SETTINGS.get(section.name, '')}"
+            help = diagnostic.elsewhere(name) or usage
             program.sink.error("PL011", message, rule.origin, help=help)
         elif rule.action.name in known:
             yield rule, placed
@@ -271,10 +271,10 @@ def read_claims(
     for section in program.sections_named(name):
         no_axes(section, program)
         for rule, placed in rules_of(section, known, what, program, setting=setting):
-            found, value = modules_of(rule, placed, program.scope), read(rule)
+            modules, value = modules_of(rule, placed, program.scope), read(rule)
             if value is not None:
                 override = rule.override
-                claims.add(found, aspect or name, value[0], rule.origin, override=override)
+                claims.add(modules, aspect or name, value[0], rule.origin, override=override)
     return claims
 
 

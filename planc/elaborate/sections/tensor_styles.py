@@ -84,12 +84,12 @@ def split_of_transformers(name: str) -> str | None:
     style = re.match(r"`([^`]*)`(;|$)", f"`{name}`" if same else _STYLES.get(name, ""))
     if style is None or style[1] == _EXPERTS:
         return style and style[1]
-    found = re.fullmatch(r"(colwise|rowwise)(?:\((.*)\))?", style[1])
-    if found is None:
+    match = re.fullmatch(r"(colwise|rowwise)(?:\((.*)\))?", style[1])
+    if match is None:
         return ""
-    wanted = ("parts = 2", "-> replicate" if found[1] == "colwise" else "")
-    kept = [a for a in (found[2] or "").split(", ") if a and a in wanted]
-    return f"{found[1]}({', '.join(kept)})" if kept else found[1]
+    wanted = ("parts = 2", "-> replicate" if match[1] == "colwise" else "")
+    kept = [a for a in (match[2] or "").split(", ") if a and a in wanted]
+    return f"{match[1]}({', '.join(kept)})" if kept else match[1]
 
 
 STYLES = tuple(kind_of(cls) for cls in get_args(get_args(ir.Style)[0]) if cls is not ir.Custom)
@@ -158,9 +158,9 @@ def _arrow(arguments: Arguments, at: int, source: ir.Layout, hint: str) -> ir.Re
         name = arguments.call.name
         arguments.wrong(arrow, f"`{name}` takes an arrow between two layouts", hint)
         return None
-    one = _layout(arrow.source, arguments) if arrow.source else source
-    two = _layout(arrow.target, arguments)
-    return None if one is None or two is None else ir.Redistribution(one, two)
+    before = _layout(arrow.source, arguments) if arrow.source else source
+    after = _layout(arrow.target, arguments)
+    return None if before is None or after is None else ir.Redistribution(before, after)
 
 
 def parts_of(arguments: Arguments) -> tuple[ir.Parts, bool]:
@@ -296,7 +296,7 @@ def _bare(call: ast.Call, scope: Scope) -> ir.Parameters | ir.Experts | None:
             return None
         flow = arrow
     named = [(str(a.name), _parameter_layout(a.value, arguments)) for a in arguments.remaining()]
-    layouts = tuple((name, one) for name, one in named if one is not None)
+    layouts = tuple((name, layout) for name, layout in named if layout is not None)
     if not named and arguments.ok:
         hint = f"name its parameters: `{call.name}(weight = shard(0))`"
         arguments.wrong(call, f"`{call.name}` names no parameter", hint)
