@@ -108,7 +108,10 @@ def _read(data: Any) -> BlockArguments:
     return BlockArguments(
         forms=tuple(ArgumentForm(tuple(shape), dtype) for shape, dtype in data["forms"]),
         hidden=tuple(data["hidden"]),
-        beside=tuple({n: tuple(some) for n, some in own.items()} for own in data["beside"]),
+        beside=tuple(
+            {n: tuple(tensors) for n, tensors in names_of_block.items()}
+            for names_of_block in data["beside"]
+        ),
     )
 
 
@@ -149,8 +152,8 @@ def _run(model: Any, blocks: str, names: Sequence[str]) -> dict[str, Any]:
     def note_block(_module: Any, args: Any, kwargs: Any) -> None:
         first = next(v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor))
         hidden.append(number(first))
-        own = {n: args[int(n)] if n.isdecimal() else kwargs.get(n) for n in names}
-        beside.append({n: [*map(number, _tensors(value))] for n, value in own.items()})
+        arguments = {n: args[int(n)] if n.isdecimal() else kwargs.get(n) for n in names}
+        beside.append({n: [*map(number, _tensors(value))] for n, value in arguments.items()})
 
     for block in model.get_submodule(blocks):
         block.register_forward_pre_hook(note_block, with_kwargs=True)

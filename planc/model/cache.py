@@ -48,8 +48,8 @@ def missing() -> tuple[str, ...]:
     """The names of torch and transformers that are not installed; a model can be built if it is
     empty.
     """
-    found = {name: find_spec(name) for name in ("torch", "transformers")}
-    return tuple(n for n, spec in found.items() if spec is None or spec.origin is None)  # a folder
+    specs = {name: find_spec(name) for name in ("torch", "transformers")}
+    return tuple(n for n, spec in specs.items() if spec is None or spec.origin is None)  # a folder
 
 
 def not_installed() -> str:
@@ -84,11 +84,11 @@ def made_with() -> dict[str, str]:
 @once
 def _made_with(path: Path) -> dict[str, str]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    known = isinstance(found, dict) and found.keys() >= set(_VERSIONS)
-    return found if known else {}
+    known = isinstance(stored, dict) and stored.keys() >= set(_VERSIONS)
+    return stored if known else {}
 
 
 def provenance() -> str:
@@ -227,9 +227,9 @@ def keep(key: str, data: Any) -> None:
 def write_file(name: str, text: str) -> None:
     """Writes a file of the cache folder; a no-op if the folder cannot be written."""
     with contextlib.suppress(OSError, RuntimeError):
-        own = cache_folder()
-        own.mkdir(parents=True, exist_ok=True)
-        atomic_write.write(own / name, text)
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic_write.write(folder / name, text)
 
 
 def entry_text(key: str, about: Mapping[str, str], data: Any) -> str:

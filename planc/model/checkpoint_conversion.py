@@ -39,18 +39,18 @@ def recipes(model: Any, names: Iterable[str], known: Iterable[str]) -> dict[str,
         rename_source_key,
     )
 
-    every = get_model_conversion_mapping(plain)
-    converters = [c for c in every if isinstance(c, WeightConverter)]
-    renamings = [c for c in every if not isinstance(c, WeightConverter)]
+    conversions = get_model_conversion_mapping(plain)
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    renamings = [c for c in conversions if not isinstance(c, WeightConverter)]
     model_names = dict.fromkeys(known, True)
-    made: dict[str, dict[str, list[str]]] = {}
+    parts_by_target: dict[str, dict[str, list[str]]] = {}
     for name in sorted(names, key=_natural):
         target, pattern = name, None
         if name not in model_names:
             prefix = plain.base_model_prefix
             target, pattern = rename_source_key(name, renamings, converters, prefix, model_names)
-        made.setdefault(target, {}).setdefault(pattern or "", []).append(name)
-    return {target: _recipe(parts, converters) for target, parts in made.items()}
+        parts_by_target.setdefault(target, {}).setdefault(pattern or "", []).append(name)
+    return {target: _recipe(parts, converters) for target, parts in parts_by_target.items()}
 
 
 class HubNames:
@@ -76,10 +76,10 @@ class HubNames:
             rename_source_key,
         )
 
-        every = getattr(self._plain, "_weight_conversions", None)
-        if every is None:
-            every = get_model_conversion_mapping(self._plain, add_legacy=False)
-        back = [c.reverse_transform() for c in every[::-1] if isinstance(c, WeightConverter)]
+        conversions = getattr(self._plain, "_weight_conversions", None)
+        if conversions is None:
+            conversions = get_model_conversion_mapping(self._plain, add_legacy=False)
+        back = [c.reverse_transform() for c in conversions[::-1] if isinstance(c, WeightConverter)]
         groups: dict[str, list[str]] = {}
         for name in names:
             groups.setdefault(rename_source_key(name, [], back)[0], []).append(name)

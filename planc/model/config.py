@@ -48,8 +48,8 @@ def text_of(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def integer_of(values: Mapping[str, Any], *names: str) -> int | None:
     """The first of some fields that is an integer, of the model or of its language model."""
-    found = (part.get(name) for part in (values, text_of(values)) for name in names)
-    return next((v for v in found if isinstance(v, int)), None)
+    values_of_names = (part.get(name) for part in (values, text_of(values)) for name in names)
+    return next((v for v in values_of_names if isinstance(v, int)), None)
 
 
 def chosen_experts(values: Mapping[str, Any]) -> int | None:
@@ -68,10 +68,10 @@ class Config:
     @property
     def own_code(self) -> dict[str, str]:
         """The classes that the model's folder defines, by the auto class they stand for."""
-        found = self.values.get("auto_map")
-        if not isinstance(found, dict):
+        auto_map = self.values.get("auto_map")
+        if not isinstance(auto_map, dict):
             return {}
-        return {k: v for k, v in found.items() if isinstance(v, str)}
+        return {k: v for k, v in auto_map.items() if isinstance(v, str)}
 
     @property
     def own_model(self) -> str:
@@ -208,10 +208,10 @@ def _in_hub_cache(model: str) -> ConfigFile | None:
         try:
             from huggingface_hub import try_to_load_from_cache
 
-            found = try_to_load_from_cache(model, "config.json")
+            cached = try_to_load_from_cache(model, "config.json")
         except Exception:  # not a valid repository name
             return None
-        path = Path(found) if isinstance(found, str) else None
+        path = Path(cached) if isinstance(cached, str) else None
     if path is None:
         return None
     inner = "transformer/" if path.parent.name == "transformer" else ""

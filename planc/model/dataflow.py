@@ -182,31 +182,31 @@ class DataFlow:
     @cached_property
     def takers(self) -> Mapping[int, tuple[FlowCall, ...]]:
         """The calls that take each tensor."""
-        found: dict[int, list[FlowCall]] = {}
+        calls: dict[int, list[FlowCall]] = {}
         for call in self.calls:
             for tensor in call.input_tensors:
-                found.setdefault(tensor, []).append(call)
-        return {tensor: tuple(some) for tensor, some in found.items()}
+                calls.setdefault(tensor, []).append(call)
+        return {tensor: tuple(takers) for tensor, takers in calls.items()}
 
     @cached_property
     def users(self) -> Mapping[int, tuple[Operation, ...]]:
         """The operations that take each tensor."""
-        return self._operations(lambda one: one.inputs)
+        return self._operations(lambda operation: operation.inputs)
 
     @cached_property
     def makers(self) -> Mapping[int, tuple[Operation, ...]]:
         """The operations that give each tensor, or write into it."""
-        return self._operations(lambda one: one.outputs)
+        return self._operations(lambda operation: operation.outputs)
 
     def _operations(
         self, tensors: Callable[[Operation], Sequence[int]]
     ) -> Mapping[int, tuple[Operation, ...]]:
-        found: dict[int, list[Operation]] = {}
+        operations: dict[int, list[Operation]] = {}
         inside = (event for call in self.calls for event in call.body)
-        for one in (event for event in inside if isinstance(event, Operation)):
-            for tensor in {*tensors(one)}:
-                found.setdefault(tensor, []).append(one)
-        return {tensor: tuple(some) for tensor, some in found.items()}
+        for operation in (event for event in inside if isinstance(event, Operation)):
+            for tensor in {*tensors(operation)}:
+                operations.setdefault(tensor, []).append(operation)
+        return {tensor: tuple(of_tensor) for tensor, of_tensor in operations.items()}
 
 
 # As plain data ------------------------------------------------------------------------------------
@@ -282,8 +282,8 @@ def _call(call: FlowCall) -> list[Any]:
         for e in call.body
     ]
     flags = call.structured + 2 * call.leaf + 4 * call.linear
-    made = [call.name, call.arguments, call.positional, call.outputs, call.length, call.nested]
-    return [body, *made, flags, call.weights, call.line, call.holding]
+    about = [call.name, call.arguments, call.positional, call.outputs, call.length, call.nested]
+    return [body, *about, flags, call.weights, call.line, call.holding]
 
 
 def _read_call(data: list[Any]) -> FlowCall:

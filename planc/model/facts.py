@@ -281,25 +281,25 @@ class Modules:
 
     @cached_property
     def _below(self) -> tuple[Modules, ...]:
-        found, waiting = list[Modules](), [self]
+        sets, waiting = list[Modules](), [self]
         while waiting:
-            found.append(at := waiting.pop())
+            sets.append(at := waiting.pop())
             waiting += reversed(at.children)
-        return tuple(found)
+        return tuple(sets)
 
 
 def merge_sets(sets: Iterable[Modules], *, alike: bool = False) -> list[Modules]:
     """The sets, merged where one set of indices differs; if `alike`, only of equal structure."""
-    found: list[Modules] = []
+    merged: list[Modules] = []
     for modules in sets:
-        for i, other in enumerate(found):
+        for i, other in enumerate(merged):
             union = None if alike and other.module != modules.module else other.union(modules)
             if union is not None:
-                found[i] = union
+                merged[i] = union
                 break
         else:
-            found.append(modules)
-    return found
+            merged.append(modules)
+    return merged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -439,8 +439,8 @@ class Facts:
     def parents(self, modules: Modules) -> tuple[Modules, ...]:
         """The parent modules; parents of different structure are separate sets."""
         path = Modules(modules.path[:-1], modules.module)
-        found = (at.overlap(path) for at in self.model.below() if at.key == path.key)
-        return tuple(both for both in found if both is not None)
+        overlaps = (at.overlap(path) for at in self.model.below() if at.key == path.key)
+        return tuple(both for both in overlaps if both is not None)
 
     def source(self, field_name: str) -> str:
         """The origin of a configuration value, for messages: the file or the family's defaults."""

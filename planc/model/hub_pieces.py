@@ -93,9 +93,9 @@ def _join(several: Iterable[Assembled], dim: int) -> Assembled:
     return Assembled(pieces=tuple(pieces), shape=(*shape[:dim], at, *shape[dim + 1 :]))
 
 
-def _swap(stored: Assembled, one: int, two: int) -> Assembled:
+def _swap(stored: Assembled, first: int, second: int) -> Assembled:
     order = list(range(len(stored.shape)))
-    order[one], order[two] = order[two], order[one]
+    order[first], order[second] = order[second], order[first]
     pieces = tuple(
         replace(
             piece,

@@ -68,9 +68,9 @@ def hub_tensors(facts: Facts) -> tuple[HubWeight, ...]:
         data = _find(facts)
         cache.keep(key, data)
     sets = {modules.first_name: modules for modules in facts.model.below()}
-    made = tuple(_decode(row, sets) for row in data)
-    facts.remember(hub_tensors, made)
-    return made
+    weights = tuple(_decode(row, sets) for row in data)
+    facts.remember(hub_tensors, weights)
+    return weights
 
 
 def _decode(row: list[Any], sets: Mapping[str, Modules]) -> HubWeight:
@@ -98,20 +98,20 @@ def _find(facts: Facts) -> list[list[Any]]:
     state = {n: t for n, t in plain.state_dict(keep_vars=True).items() if hasattr(t, "shape")}
     same = {name: group for group in facts.ties for name in group}
     kept = {group: written_name(plain, group) for group in facts.ties}
-    own: dict[str, list[str]] = {}
+    names_by_module: dict[str, list[str]] = {}
     for name in state:
-        own.setdefault(name.rpartition(".")[0], []).append(name.rpartition(".")[2])
+        names_by_module.setdefault(name.rpartition(".")[0], []).append(name.rpartition(".")[2])
     rows, names = list[tuple[Modules, str, str, str]](), dict[str, Any]()
     for modules in facts.model.below():
         first, last = modules.first_name, _last_name(modules)
-        for tensor in own.get(first, ()):
+        for tensor in names_by_module.get(first, ()):
             name, other = (f"{path}.{tensor}" if path else tensor for path in (first, last))
             if name in same and kept[same[name]] != name:
                 continue
             rows.append((modules, tensor, name, other))
             names |= {name: state[name].detach().to("meta"), other: state[other].to("meta")}
     pieces = _pieces(plain, names)
-    found = []
+    weight_rows = []
     for modules, tensor, name, other in rows:
         shape, dtype = tuple(state[name].shape), str(state[name].dtype).removeprefix("torch.")
         if pieces[name].shape != shape or _elements(pieces[name]) != prod(shape):
@@ -119,8 +119,8 @@ def _find(facts: Facts) -> list[list[Any]]:
         entries = [*_templates(pieces, name, other)]
         buffer = modules.module.parameter(tensor) is None
         others = [n for n in same.get(name, ()) if n != name]
-        found.append([modules.first_name, tensor, shape, dtype, entries, buffer, others])
-    return found
+        weight_rows.append([modules.first_name, tensor, shape, dtype, entries, buffer, others])
+    return weight_rows
 
 
 def _elements(assembled: Assembled) -> int:
@@ -144,15 +144,15 @@ def _pieces(plain: Any, tensors: Mapping[str, Any]) -> dict[str, Assembled]:
     shapes = {name: tuple(tensor.shape) for name, tensor in full.items()}
     if shapes.keys() <= tensors.keys():
         return {name: whole_tensor(name, shape) for name, shape in shapes.items()}
-    made = dict[str, Assembled]()
+    pieces = dict[str, Assembled]()
     for name, recipe in recipes(plain, shapes, tensors).items():
         assembled = assemble(recipe, shapes)
         if isinstance(assembled, str):
             raise UnknownHubError(f"{name}: {assembled}")
-        made[name] = assembled
-    if missing := [name for name in tensors if name not in made]:
+        pieces[name] = assembled
+    if missing := [name for name in tensors if name not in pieces]:
         raise UnknownHubError(f"no tensor of the files is known for {missing[0]}")
-    return made
+    return pieces
 
 
 def _template(hub: str, name: str) -> str:

@@ -32,8 +32,8 @@ def signature(module: Module) -> str:
     """
 
     def describe(module: Module) -> tuple[Any, ...]:
-        made = [c for c in module.children if c.module.count or not DROPOUT.search(c.name)]
-        inner = tuple(dict.fromkeys((c.name, describe(c.module)) for c in made))
+        children = [c for c in module.children if c.module.count or not DROPOUT.search(c.name)]
+        inner = tuple(dict.fromkeys((c.name, describe(c.module)) for c in children))
         return (module.cls, tuple(p.name for p in module.parameters), inner)
 
     return repr(describe(module))
@@ -69,7 +69,7 @@ def block_kinds(facts: Facts) -> dict[int, list[str]]:
 
     Two lists of the same length with different structures are left out: the length is ambiguous.
     """
-    found: dict[int, list[str]] = {}
+    labels_by_length: dict[int, list[str]] = {}
     ambiguous: set[int] = set()
     for at in block_lists(facts.model):
         known: dict[str, str] = {}
@@ -79,9 +79,11 @@ def block_kinds(facts: Facts) -> dict[int, list[str]]:
             row |= dict.fromkeys(child.indices or (), number)
         more = _by_features(at, facts)
         labels = [row[i] + more.get(i, "") for i in sorted(row)]
-        if found.setdefault(len(labels), labels) != labels:
+        if labels_by_length.setdefault(len(labels), labels) != labels:
             ambiguous.add(len(labels))
-    return {length: labels for length, labels in found.items() if length not in ambiguous}
+    return {
+        length: labels for length, labels in labels_by_length.items() if length not in ambiguous
+    }
 
 
 Kind = tuple[tuple[str, ...], str]
@@ -113,16 +115,16 @@ def entry_kinds(at: Modules, facts: Facts, named: Facts) -> dict[int, Kind]:
     """
     columns = [c for _, c in layer_columns(at, facts, named) if isinstance(c[0], str | bool)]
     more = _by_features(at, facts)
-    found: dict[int, Kind] = {}
+    kinds: dict[int, Kind] = {}
     for child in at.module.children:
         structure = signature(child.module)
         if not (columns or more):
-            found |= dict.fromkeys(child.indices or (), ((), structure))
+            kinds |= dict.fromkeys(child.indices or (), ((), structure))
             continue
         for i in child.indices or ():
             words = tuple(str(c[i]) for c in columns if i < len(c))
-            found[i] = ((*words, *([more[i]] if i in more else [])), structure)
-    return dict(sorted(found.items()))
+            kinds[i] = ((*words, *([more[i]] if i in more else [])), structure)
+    return dict(sorted(kinds.items()))
 
 
 def _columns(

@@ -120,8 +120,8 @@ def parts_of_images(holder: Modules) -> dict[str, int]:
     """The modules and parameters of a module that `puts_images` yields that compute features of
     images, by their names in it, with the value of `OF_IMAGES`.
     """
-    found = holder.module.facts
-    return {n.removeprefix(OF_IMAGES): value for n, value in found if n.startswith(OF_IMAGES)}
+    facts = holder.module.facts
+    return {n.removeprefix(OF_IMAGES): value for n, value in facts if n.startswith(OF_IMAGES)}
 
 
 def towers(facts: Facts) -> Iterator[Modules]:
@@ -153,13 +153,13 @@ def divide_children(
             if not path or isinstance(path[0], str):
                 continue
             cut = []
-            for indices, found in parts:
+            for indices, values in parts:
                 both, left = indices & path[0], indices - path[0]
-                cut += [(both, [*found, (path[1:], value)])] if both else []
-                cut += [(left, found)] if left else []
+                cut += [(both, [*values, (path[1:], value)])] if both else []
+                cut += [(left, values)] if left else []
             parts = cut
         yield from (
-            (dataclasses.replace(child, indices=indices), found) for indices, found in parts
+            (dataclasses.replace(child, indices=indices), values) for indices, values in parts
         )
 
 
@@ -269,18 +269,18 @@ def _own_integers(root: Any) -> dict[int, _Integers]:
     for path, module in root.named_modules():
         if type(module).__module__.partition(".")[0] not in _LIBRARIES:
             alike.setdefault(re.sub(r"\d+", "*", path), []).append(module)
-    found = {}
+    integers = {}
     for modules in alike.values():
         first, *others = (module.__dict__ for module in modules)
         for module in modules:
-            found[id(module)] = tuple(
+            integers[id(module)] = tuple(
                 (name, value)
                 for name, value in first.items()
                 if type(value) is int and value > 1
                 if name not in INTEGER_ATTRIBUTES and not name.startswith("_")
                 if all(other.get(name) == value for other in others)
             )
-    return found
+    return integers
 
 
 def _facts(module: Any) -> tuple[tuple[str, int], ...]:
@@ -331,9 +331,9 @@ def _puts_images(module: Any) -> Iterator[tuple[str, int]]:
         yield PUTS_SOUND, 1
     if [n for n in asked if n != _SOUND] == ["get_input_embeddings", _FEATURES[0]]:
         yield PUTS_IMAGES, 1
-        own, others = (_code_names(type(module), n) for n in (_FEATURES, ("forward",)))
+        feature_names, others = (_code_names(type(module), n) for n in (_FEATURES, ("forward",)))
         for name in (*module._modules, *module._parameters):
-            if name in own and name != LANGUAGE_MODEL:
+            if name in feature_names and name != LANGUAGE_MODEL:
                 yield f"{OF_IMAGES}{name}", 1 + (name in others)
 
 
@@ -345,18 +345,18 @@ _SOUND = "get_audio_features"
 
 def _code_names(cls: Any, methods: Sequence[str]) -> set[str]:
     """The names in the code of methods, and of those that it calls, but for `_FEATURES`."""
-    found, waiting, seen = set[str](), [*methods], {*_FEATURES} - {*methods}
+    names, waiting, seen = set[str](), [*methods], {*_FEATURES} - {*methods}
     while waiting:
         if (name := waiting.pop()) in seen:
             continue
         seen.add(name)
         method: Any = getattr(cls, name, None)
         method = unwrap(method)
-        own = str(getattr(method, "__module__", "")).partition(".")[0] != "torch"
-        if own and isinstance(method, FunctionType):
-            found.update(method.__code__.co_names)
+        user_defined = str(getattr(method, "__module__", "")).partition(".")[0] != "torch"
+        if user_defined and isinstance(method, FunctionType):
+            names.update(method.__code__.co_names)
             waiting += method.__code__.co_names
-    return found
+    return names
 
 
 def _kind(module: Any) -> str:

@@ -139,9 +139,12 @@ class _Walk:
     def of_instance(self, module: Any) -> Iterator[str]:
         """Yields the functions and hooks that are set on one module, and not on its class."""
         inside = module.__dict__
-        own = inside.get("forward")
-        if own is not None and getattr(own, "__func__", own) is not type(module).forward:
-            yield self.note_replacement(type(module).__name__, own)
+        replacement = inside.get("forward")
+        if (
+            replacement is not None
+            and getattr(replacement, "__func__", replacement) is not type(module).forward
+        ):
+            yield self.note_replacement(type(module).__name__, replacement)
         for name in _HOOKS:
             for hook in inside[name].values() if inside.get(name) else ():
                 if not is_shipped(hook):
@@ -191,8 +194,8 @@ class _Walk:
             function, cls = self._waiting.pop()
             of_library = library_of(function.__code__.co_filename)
             names = {name for code in _codes(function.__code__) for name in code.co_names}
-            found = self._reachable(function, names, cls, libraries_alone=bool(of_library))
-            reached = sorted(found, key=lambda pair: pair[0])
+            reachable = self._reachable(function, names, cls, libraries_alone=bool(of_library))
+            reached = sorted(reachable, key=lambda pair: pair[0])
             if of_library:
                 for name, value in reached:
                     self._in_library(function, name, value, cls)
@@ -277,8 +280,8 @@ class _Walk:
             return type(value).__name__  # modules have their own turn, tensors are drawn
         if functions := functions_in(value):
             self._wait(value, cls)
-            own = [f.__code__ for f in functions if not library_of(f.__code__.co_filename)]
-            return str([_text(code) for code in own] or _name(value))
+            user_code = [f.__code__ for f in functions if not library_of(f.__code__.co_filename)]
+            return str([_text(code) for code in user_code] or _name(value))
         if isinstance(value, BuiltinFunctionType) or not hasattr(value, "__dict__"):
             return _name(value) if hasattr(value, "__name__") else _library_text(value)
         if is_shipped(type(value)):
@@ -306,7 +309,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 @functools.lru_cache(maxsize=10_000)
 def _text(code: CodeType) -> str:
     """A text that identifies the behavior of code, independent of its file and its lines."""
-    found = [
+    instructions = [
         (c.co_name, c.co_code.hex(), c.co_names, c.co_varnames, c.co_freevars, c.co_flags)
         for c in _codes(code)
     ]
@@ -316,7 +319,7 @@ def _text(code: CodeType) -> str:
         for v in c.co_consts
         if not isinstance(v, CodeType)
     ]
-    return f"{code.co_name} {_digest([str(found), str(constants)])}"
+    return f"{code.co_name} {_digest([str(instructions), str(constants)])}"
 
 
 def _name(value: Any) -> str:

@@ -24,8 +24,8 @@ def name_passed_arguments(model: Any) -> None:
     for kind, base in reversed([*pairwise(bases)]):
         forward = vars(kind)["forward"]
         if isinstance(forward, FunctionType) and not is_shipped(kind) and _calls(forward, bases):
-            own, passed = inspect.signature(forward), inspect.signature(vars(base)["forward"])
-            forward.__signature__ = Signature([*_merge_parameters(own, passed)])  # type: ignore[attr-defined]
+            stated, passed = inspect.signature(forward), inspect.signature(vars(base)["forward"])
+            forward.__signature__ = Signature([*_merge_parameters(stated, passed)])  # type: ignore[attr-defined]
 
 
 def _calls(forward: FunctionType, bases: list[type]) -> bool:
@@ -34,14 +34,14 @@ def _calls(forward: FunctionType, bases: list[type]) -> bool:
     return "forward" in names and not names.isdisjoint({"super", *(b.__name__ for b in bases)})
 
 
-def _merge_parameters(own: Signature, passed: Signature) -> Iterator[Parameter]:
+def _merge_parameters(signature: Signature, passed: Signature) -> Iterator[Parameter]:
     """The parameters of a forward, with those of the base class instead of `**kwargs`."""
-    kinds = [parameter.kind for parameter in own.parameters.values()]
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
     if Parameter.VAR_KEYWORD not in kinds:
-        yield from own.parameters.values()
+        yield from signature.parameters.values()
         return
     stars = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
-    stated = [p for p in own.parameters.values() if p.kind not in stars]
+    stated = [p for p in signature.parameters.values() if p.kind not in stars]
     names = {parameter.name for parameter in stated}
     others = [p for name, p in passed.parameters.items() if name not in names]
     if len(stated) > 1 or Parameter.VAR_POSITIONAL not in kinds:  # `self` is one

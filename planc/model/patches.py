@@ -34,8 +34,8 @@ class Patches:
 
     def ends(self, facts: Facts) -> tuple[str, str]:
         """The names of the first block, and of the module behind the last one."""
-        every = [m for m in facts.model.below() if len(m.path) == 2]
-        first = next(m for name in self.lists for m in every if m.path[0] == name)
+        entries = [m for m in facts.model.below() if len(m.path) == 2]
+        first = next(m for name in self.lists for m in entries if m.path[0] == name)
         return first.first_name, self.behind
 
 

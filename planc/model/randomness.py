@@ -28,8 +28,8 @@ def random_fields(facts: Facts) -> tuple[str, ...]:
 
 def spec_augment_fields(facts: Facts) -> tuple[str, ...]:
     """The fields of SpecAugment, whose masks transformers generates with numpy."""
-    every = facts.config.items()
-    fields = [(n, v) for n, v in every if SPEC_AUGMENT.search(n) and isinstance(v, float) and v > 0]
+    items = facts.config.items()
+    fields = [(n, v) for n, v in items if SPEC_AUGMENT.search(n) and isinstance(v, float) and v > 0]
     on = facts.config.get("apply_spec_augment", True)
     return tuple(f"{name} = {value}" for name, value in fields if on)
 
@@ -50,14 +50,14 @@ def with_noise(
     noise: Callable[[str, Any], Any] = stated_noise,
 ) -> dict[str, Any]:
     """A small configuration with what `noise` takes of each (name, value) of the real one."""
-    made = dict(small)
-    for name in real.keys() & made.keys():
-        value, inner = real[name], made[name]
+    noisy = dict(small)
+    for name in real.keys() & noisy.keys():
+        value, inner = real[name], noisy[name]
         if isinstance(value, Mapping) and isinstance(inner, Mapping):
-            made[name] = with_noise(inner, value, noise)
+            noisy[name] = with_noise(inner, value, noise)
         elif (taken := noise(name, value)) is not None:
-            made[name] = taken
-    return made
+            noisy[name] = taken
+    return noisy
 
 
 def _fields(config: Mapping[str, Any], owner: str = "") -> Iterator[tuple[str, float]]:

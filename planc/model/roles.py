@@ -64,16 +64,16 @@ class Ends:
 
 def lists(facts: Facts) -> list[Modules]:
     """The lists of blocks with parameters, those of towers last."""
-    found = (m for m in block_lists(facts.model) if m.module.count)
-    return sorted(found, key=lambda m: bool(TOWER.search(str(m))))
+    block_modules = (m for m in block_lists(facts.model) if m.module.count)
+    return sorted(block_modules, key=lambda m: bool(TOWER.search(str(m))))
 
 
 def ends(facts: Facts) -> Ends:
     """The modules outside of the blocks, by their kind and the size of the vocabulary."""
     blocks = lists(facts)
     # a selector cannot name an entry of a model that is a list itself
-    every = (m for m in facts.model.below() if not str(m).startswith("["))
-    outside = [m for m in every if not any(m.is_within(at) for at in blocks)]
+    modules = (m for m in facts.model.below() if not str(m).startswith("["))
+    outside = [m for m in modules if not any(m.is_within(at) for at in blocks)]
     tables = [m for m in outside if m.module.kind == "embedding"]
     vocabulary = stated = integer_of(facts.config, "vocab_size")
     rows = [_outputs(m) for m in tables]
@@ -91,23 +91,28 @@ def ends(facts: Facts) -> Ends:
     )
 
 
-def same_tensor(facts: Facts, one: Modules) -> tuple[Modules, ...]:
+def same_tensor(facts: Facts, table: Modules) -> tuple[Modules, ...]:
     """The other embeddings that have the same tensor as one."""
     groups = [{name.rpartition(".")[0] for name in group} for group in facts.ties]
     tables = (m for m in facts.model.below() if m.module.kind == "embedding")
-    return tuple(m for m in tables if m != one and any({str(one), str(m)} <= g for g in groups))
+    return tuple(m for m in tables if m != table and any({str(table), str(m)} <= g for g in groups))
 
 
 def roles(facts: Facts) -> RoleModules:
     """The roles of a model's modules."""
-    found = [m for m in lists(facts) if not TOWER.search(str(m))]
+    block_modules = [m for m in lists(facts) if not TOWER.search(str(m))]
     around = ends(facts)
-    inside = (m for m in facts.model.below() if any(m.is_within(at) for at in found))
+    inside = (m for m in facts.model.below() if any(m.is_within(at) for at in block_modules))
     embedding = around.embeddings[:1]
     return RoleModules(
-        blocks=tuple(entry for at in found for entry in at.children),
-        embedding=(*embedding, *(other for one in embedding for other in same_tensor(facts, one))),
-        final_norm=tuple(norm for norm in [_after(found[-1], facts)] if norm) if found else (),
+        blocks=tuple(entry for at in block_modules for entry in at.children),
+        embedding=(
+            *embedding,
+            *(other for table in embedding for other in same_tensor(facts, table)),
+        ),
+        final_norm=tuple(norm for norm in [_after(block_modules[-1], facts)] if norm)
+        if block_modules
+        else (),
         head=around.heads[-1:],
         experts=tuple(m for m in inside if _is_fused(m)),
     )

@@ -20,6 +20,6 @@ def _rotary_kinds(config: Mapping[str, Any]) -> Iterator[str]:
     for name, value in config.items():
         if isinstance(value, Mapping):
             if name.startswith("rope_"):
-                every = [value, *(v for v in value.values() if isinstance(v, Mapping))]
-                yield from (str(v.get("rope_type") or v.get("type")) for v in every)
+                parameters = [value, *(v for v in value.values() if isinstance(v, Mapping))]
+                yield from (str(v.get("rope_type") or v.get("type")) for v in parameters)
             yield from _rotary_kinds(value)

@@ -18,11 +18,11 @@ LIBRARIES = ("torch", "transformers", "diffusers", "planc", "kernels")
 
 def functions_in(value: Any) -> list[FunctionType]:
     """The functions that a value is, calls or wraps, each once."""
-    found, waiting = dict[int, FunctionType](), [value]
+    functions, waiting = dict[int, FunctionType](), [value]
     while waiting:
         match waiting.pop():
-            case FunctionType() as function if id(function) not in found:
-                found[id(function)] = function
+            case FunctionType() as function if id(function) not in functions:
+                functions[id(function)] = function
                 waiting += map(content, function.__closure__ or ())
                 waiting.append(function.__dict__.get("__wrapped__"))
             case MethodType() | staticmethod() | classmethod() as method:
@@ -31,7 +31,7 @@ def functions_in(value: Any) -> list[FunctionType]:
                 waiting.append(made.fget)
             case functools.partial() as part:
                 waiting.append(part.func)
-    return [*found.values()]
+    return [*functions.values()]
 
 
 def content(cell: Any) -> Any:
@@ -43,8 +43,8 @@ def content(cell: Any) -> Any:
 
 @functools.cache
 def _folders() -> tuple[tuple[str, str], ...]:
-    found = ((name, find_spec(name)) for name in LIBRARIES)
-    return tuple((n, f"{Path(at.origin).parent}/") for n, at in found if at and at.origin)
+    specs = ((name, find_spec(name)) for name in LIBRARIES)
+    return tuple((n, f"{Path(at.origin).parent}/") for n, at in specs if at and at.origin)
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -53,8 +53,8 @@ def library_of(path: str) -> str:
     for name, folder in _folders():
         if path.startswith(folder):
             return name
-    own = path.startswith((sysconfig.get_paths()["stdlib"], "<frozen"))
-    return "python" if own and "site-packages" not in path else ""
+    standard = path.startswith((sysconfig.get_paths()["stdlib"], "<frozen"))
+    return "python" if standard and "site-packages" not in path else ""
 
 
 def is_shipped(value: Any) -> bool:
@@ -99,18 +99,20 @@ def _bound(module: str) -> dict[str, str]:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (OSError, TypeError, SyntaxError, KeyError):
         return {}
-    found: dict[str, str] = {}
+    origins: dict[str, str] = {}
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef() | ast.ClassDef():
-                found[node.name] = "defined"
+                origins[node.name] = "defined"
             case ast.ImportFrom():
-                own = node.level or (node.module or "").partition(".")[0] in LIBRARIES
+                of_library = node.level or (node.module or "").partition(".")[0] in LIBRARIES
                 for alias in node.names:
-                    found.setdefault(alias.asname or alias.name, "defined" if own else "imported")
+                    origins.setdefault(
+                        alias.asname or alias.name, "defined" if of_library else "imported"
+                    )
             case ast.Assign():
                 for target in node.targets:
                     for inner in ast.walk(target):
                         if isinstance(inner, ast.Name):
-                            found.setdefault(inner.id, "imported")
-    return found
+                            origins.setdefault(inner.id, "imported")
+    return origins

@@ -46,9 +46,9 @@ def from_config(config: Config, sink: Sink) -> Facts | None:
     import torch
 
     with quiet(), refusals("diffusers", config, sink), isolate(), torch.device("meta"):
-        made = build(kind, config.values)
+        model = build(kind, config.values)
         stated, name = frozenset(config.values), config.name
-        facts = facts_of(made, config=made.config, config_name=name, stated_fields=stated)
+        facts = facts_of(model, config=model.config, config_name=name, stated_fields=stated)
         return replace(facts, config=normal(facts.config, facts.name))
     return None
 

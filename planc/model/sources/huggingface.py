@@ -39,10 +39,10 @@ def from_config(config: Config, sink: Sink) -> Facts | None:
         return None
     cls, part = prepared
     with quiet(), refusals("transformers", config, sink), isolate():
-        made = _on_meta(lambda: cls._from_config(part))
+        model = _on_meta(lambda: cls._from_config(part))
         stated_fields = frozenset(config.values)
         return facts_of(
-            made, config=made.config, config_name=config.name, stated_fields=stated_fields
+            model, config=model.config, config_name=config.name, stated_fields=stated_fields
         )
     return None
 
@@ -65,8 +65,8 @@ def prepare(config: Config, sink: Sink) -> tuple[Any, Any] | None:
 
         values = {k: v for k, v in without_kernels(config.values).items() if k != "model_type"}
         resolved = AutoConfig.for_model(config.values["model_type"], **values)
-        found = _class_of(config, resolved)
-        if found is None:
+        prepared = _class_of(config, resolved)
+        if prepared is None:
             family = config.values["model_type"]
             named = config.values.get("architectures") or ()
             message = f"transformers has no causal language model for model_type {family!r}"
@@ -77,7 +77,7 @@ def prepare(config: Config, sink: Sink) -> tuple[Any, Any] | None:
             sink.error("PL605", message, facts=facts, help=advice)
             return None
         lacking = dict(_left_to_defaults(config, resolved))
-        return found if complete(config, lacking, "transformers", sink) else None
+        return prepared if complete(config, lacking, "transformers", sink) else None
     return None
 
 
@@ -109,8 +109,8 @@ def from_folder(config: Config, sink: Sink) -> Facts | None:
         )
         return None
     folder = str(config.path.parent.resolve())
-    found = own_facts(folder, None, config.name, sink)
-    return found and replace(found, code=folder, stated_fields=frozenset(config.values))
+    facts = own_facts(folder, None, config.name, sink)
+    return facts and replace(facts, code=folder, stated_fields=frozenset(config.values))
 
 
 def own_facts(folder: str, values: Mapping[str, Any] | None, name: str, sink: Sink) -> Facts | None:
@@ -122,9 +122,9 @@ def own_facts(folder: str, values: Mapping[str, Any] | None, name: str, sink: Si
     with quiet():
         try:
             cls, part = prepare_own(folder, values)
-            made = _on_meta(lambda: cls._from_config(part))
-            found = facts_of(made, config=made.config, config_name=name)
-            return replace(found, own_code=own_code(made))
+            model = _on_meta(lambda: cls._from_config(part))
+            facts = facts_of(model, config=model.config, config_name=name)
+            return replace(facts, own_code=own_code(model))
         except (Exception, SystemExit) as error:
             message = f"the code that {name} names failed: {reason(error)}"
             sink.error("PL608", message, help="planc runs it as `trust_remote_code` would")
@@ -159,14 +159,14 @@ def from_factory(module: str, factory: str, sink: Sink) -> Facts | None:
         import torch
     name = f"{module}:{factory}"
     try:
-        made = _on_meta(user_factory(name))
-        if not isinstance(made, torch.nn.Module):
-            kind = type(made).__name__
+        model = _on_meta(user_factory(name))
+        if not isinstance(model, torch.nn.Module):
+            kind = type(model).__name__
             raise TypeError(f"it returned an object of type {kind}, not an nn.Module")
-        name_passed_arguments(made)
-        found = facts_of(made, config=getattr(made, "config", None), config_name=name)
-        alone = not buildable(found.config)
-        return replace(found, code=name, own_code=own_code(made, alone=alone))
+        name_passed_arguments(model)
+        facts = facts_of(model, config=getattr(model, "config", None), config_name=name)
+        alone = not buildable(facts.config)
+        return replace(facts, code=name, own_code=own_code(model, alone=alone))
     except (Exception, SystemExit) as error:
         advice = "it is called without arguments, on the meta device, and returns an nn.Module"
         sink.error("PL608", f"{name} failed: {reason(error)}", help=advice)
@@ -183,8 +183,8 @@ def user_factory(code: str) -> Callable[[], Any]:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
-    found: Callable[[], Any] = getattr(importlib.import_module(module), factory)
-    return found
+    function: Callable[[], Any] = getattr(importlib.import_module(module), factory)
+    return function
 
 
 def reason(error: BaseException) -> str:
@@ -376,8 +376,8 @@ def training_model(cls: Any, part: Any, dtype: str, attention: str) -> Any:
     chosen = None if attention == "sdpa" else attention
     with quiet(), isolate():
         set_by = {"attn_implementation": chosen, "dtype": getattr(torch, dtype)}
-        made = _without_values(lambda: cls._from_config(part, **set_by))
-    return made.train()
+        model = _without_values(lambda: cls._from_config(part, **set_by))
+    return model.train()
 
 
 def classifies_rows(cls: Any) -> bool:

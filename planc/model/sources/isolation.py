@@ -35,8 +35,8 @@ def without_kernels(values: Any) -> Any:
 
 def _kernel(field: Any, value: Any) -> bool:
     """Whether a field chooses kernels, other than transformers' own ways to run experts."""
-    own = field == _EXPERTS and value in ("eager", "batched_mm")
-    return not own and str(field).lstrip("_").removesuffix("_internal") in _KERNELS
+    built_in = field == _EXPERTS and value in ("eager", "batched_mm")
+    return not built_in and str(field).lstrip("_").removesuffix("_internal") in _KERNELS
 
 
 @contextlib.contextmanager
