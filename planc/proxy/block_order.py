@@ -66,16 +66,16 @@ def block_order(facts: Facts, blocks: str) -> BlockOrder:
             return BlockOrder(problem=str(flow))
         count, images = length(source.facts.module_at(blocks)), any(puts_images(facts))
         facts.remember(key, _order(flow, blocks, count, images=images))
-    found: BlockOrder = facts.memo[key]
-    return found
+    order: BlockOrder = facts.memo[key]
+    return order
 
 
 def _order(flow: DataFlow, blocks: str, count: int, *, images: bool) -> BlockOrder:
     """The order around a list of so many blocks; `images` are left out on later stages."""
-    every = [c for c in flow.calls if c.name.rpartition(".")[0] == blocks]
-    returned = {_return_count(call) for call in every}
+    calls = [c for c in flow.calls if c.name.rpartition(".")[0] == blocks]
+    returned = {_return_count(call) for call in calls}
     problem = ""
-    if [call.name for call in every] != [f"{blocks}.{i}" for i in range(count)]:
+    if [call.name for call in calls] != [f"{blocks}.{i}" for i in range(count)]:
         problem = f"the model does not call the blocks of `{blocks}` once each, in order"
     elif len(returned) != 1 or -1 in returned:
         problem = f"the blocks of `{blocks}` return no tensor and no tuple of one size"
@@ -84,16 +84,16 @@ def _order(flow: DataFlow, blocks: str, count: int, *, images: bool) -> BlockOrd
         problem = f"on every stage its code puts features of `{read}` among the hidden states"
     elif images and (weight := _read_around(flow, blocks)):
         problem = f"on every stage its code reads numbers of `{weight}`, which only the first has"
-    elif taken := _taken_behind(flow, every, blocks):
+    elif taken := _taken_behind(flow, calls, blocks):
         problem = f"behind its blocks `{taken}` takes what modules before them compute"
     if problem:
         return BlockOrder(problem=problem)
-    places = [flow.calls.index(every[i]) for i in (0, -1)]
+    places = [flow.calls.index(calls[i]) for i in (0, -1)]
     first, between, last = (
-        {generic(call.name) for call in some if call.weights and not _is_inside(call, blocks)}
-        for some in (flow.calls[: places[0]], flow.calls[slice(*places)], flow.calls[places[1] :])
+        {generic(call.name) for call in part if call.weights and not _is_inside(call, blocks)}
+        for part in (flow.calls[: places[0]], flow.calls[slice(*places)], flow.calls[places[1] :])
     )
-    given, states, again = _crossing(flow, every)
+    given, states, again = _crossing(flow, calls)
     return BlockOrder(
         after=frozenset(last - between - first),
         apart=frozenset(between | first & last) - again,
@@ -101,23 +101,25 @@ def _order(flow: DataFlow, blocks: str, count: int, *, images: bool) -> BlockOrd
         given=given,
         states=states,
         again=again,
-        before=_before(flow, flow.calls[: places[0]], every),
+        before=_before(flow, flow.calls[: places[0]], calls),
     )
 
 
 def _read_around(flow: DataFlow, blocks: str) -> str:
     """A parameter of another module that the code of one around the blocks reads, or none."""
     around = [c for c in flow.calls if below(blocks, c.name) or not c.name]
-    taken = (one.inputs for c in around for one in c.body if isinstance(one, Operation))
-    read = (flow.weights[t] for some in taken for t in some if t in flow.weights)
+    taken = (
+        operation.inputs for c in around for operation in c.body if isinstance(operation, Operation)
+    )
+    read = (flow.weights[t] for inputs in taken for t in inputs if t in flow.weights)
     holders = {c.name for c in around}
     return next((name for name in read if name.rpartition(".")[0] not in holders), "")
 
 
-def _taken_behind(flow: DataFlow, every: Sequence[FlowCall], blocks: str) -> str:
+def _taken_behind(flow: DataFlow, calls: Sequence[FlowCall], blocks: str) -> str:
     """A module behind the blocks that takes activations from before them, or none."""
-    later = _after_blocks(flow, {call.name for call in every})
-    behind = flow.calls[flow.calls.index(every[-1]) :]
+    later = _after_blocks(flow, {call.name for call in calls})
+    behind = flow.calls[flow.calls.index(calls[-1]) :]
     return next(
         (
             generic(call.name)
@@ -181,20 +183,22 @@ def _before(
 
 def _after_blocks(flow: DataFlow, blocks: Set[str]) -> set[int]:
     """The tensors that depend on what a block returns."""
-    found = set[int]()
+    tensors = set[int]()
     waiting: list[FlowCall | Operation] = [flow.root]
     while waiting:
         event = waiting.pop()
         if isinstance(event, Operation):
-            if not found.isdisjoint(event.inputs):
-                found.update(event.outputs)
+            if not tensors.isdisjoint(event.inputs):
+                tensors.update(event.outputs)
         elif event.name in blocks:
-            inside = (one for call in event.below() for one in call.body)
-            found.update(n for one in inside if isinstance(one, Operation) for n in one.outputs)
-            found.update(event.output_tensors, event.nested)
+            inside = (inner for call in event.below() for inner in call.body)
+            tensors.update(
+                n for inner in inside if isinstance(inner, Operation) for n in inner.outputs
+            )
+            tensors.update(event.output_tensors, event.nested)
         else:
             waiting += reversed(event.body)
-    return found
+    return tensors
 
 
 def _made_of(tensor: int, flow: DataFlow) -> set[str]:
@@ -208,7 +212,7 @@ def _sources(tensors: Iterable[int], flow: DataFlow) -> set[int]:
     waiting = [*known]
     while waiting:
         makers = flow.makers.get(waiting.pop(), ())
-        more = {n for one in makers for n in one.inputs} - known
+        more = {n for maker in makers for n in maker.inputs} - known
         known |= more
         waiting += more
     return known

@@ -80,8 +80,10 @@ class Depth:
         depth, blocks = config[name], self.blocks.get(config[name], [])
         features = self.deepstack if config.get(DEEPSTACK_FIELD) else 0
         lists = [n for n, v in config.items() if isinstance(v, list) and len(v) == depth > 1]
-        every = list(range(depth))  # a list of all layer numbers does not distinguish layers
-        columns = [[str(v) for v in config[n]] for n in lists if config[n] != every]
+        layer_numbers = list(
+            range(depth)
+        )  # a list of all layer numbers does not distinguish layers
+        columns = [[str(v) for v in config[n]] for n in lists if config[n] != layer_numbers]
         single = {int(i): v for i, v in (config.get("per_layer_config") or {}).items()}
         if single:
             columns.append([str(single.get(i)) for i in range(depth)])
@@ -92,7 +94,7 @@ class Depth:
         small |= offsets
         for field in lists:
             values = [config[field][i] for i in kept]
-            small[field] = list(range(len(kept))) if config[field] == every else values
+            small[field] = list(range(len(kept))) if config[field] == layer_numbers else values
         if single:
             kept_layers = {str(kept.index(i)): v for i, v in single.items() if i in kept}
             small["per_layer_config"] = {i: inner(v) for i, v in kept_layers.items()}
@@ -173,9 +175,9 @@ def neighbors(kinds: Sequence[Kind], least: int) -> list[int]:
     first = {pair: i for i, pair in reversed(list(enumerate(pairwise(kinds))))}
     needed = {0, depth - 1, *_sharing(kinds)}
     kept = needed.union(*((i, i + 1) for i in first.values()))
-    for one, two in pairwise(sorted(kept)):
-        if (kinds[one], kinds[two]) not in wanted:
-            kept.update(range(one, two))
+    for entry, following in pairwise(sorted(kept)):
+        if (kinds[entry], kinds[following]) not in wanted:
+            kept.update(range(entry, following))
 
     def spare() -> list[int]:
         """The shortest run of layers that can be left out: one where two of a kind may follow each
@@ -218,12 +220,12 @@ def _window(kinds: list[Kind], least: int) -> range | None:
     """The first of the shortest runs of layers that contain every kind (configuration, rules), or
     None if it is all layers. Where rules make more kinds, the same must follow each other.
     """
-    depth, every = len(kinds), set(kinds)
-    varied = len(every) > len({kind[0] for kind in kinds})
-    for size in range(min(depth, max(least, len(every))), depth):
+    depth, all_kinds = len(kinds), set(kinds)
+    varied = len(all_kinds) > len({kind[0] for kind in kinds})
+    for size in range(min(depth, max(least, len(all_kinds))), depth):
         for start in range(depth - size + 1):
             run = kinds[start : start + size]
-            if set(run) == every and (not varied or edges(run) == edges(kinds)):
+            if set(run) == all_kinds and (not varied or edges(run) == edges(kinds)):
                 return range(start, start + size) if not varied or size <= LONGEST else None
     return None
 

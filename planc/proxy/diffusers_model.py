@@ -72,14 +72,14 @@ def shrink(config: DiffusersFields, *, tp: int, layers: int) -> dict[str, Any]:
 
 def shallow(config: DiffusersFields, *, layers: int) -> dict[str, Any]:
     """The configuration with `layers` blocks in each list, and a block of each kind."""
-    made = dict(config)
+    values = dict(config)
     for name in _DEPTHS:
-        if isinstance(made.get(name), int):
-            made[name] = min(made[name], layers)
+        if isinstance(values.get(name), int):
+            values[name] = min(values[name], layers)
     if dual := config.get("dual_attention_layers"):  # a block of each kind, and the last one
-        made["dual_attention_layers"] = [i for i in range(layers // 2) if i in dual]
-        made["num_layers"] = min(config["num_layers"], max(layers, 3))
-    return made
+        values["dual_attention_layers"] = [i for i in range(layers // 2) if i in dual]
+        values["num_layers"] = min(config["num_layers"], max(layers, 3))
+    return values
 
 
 class _RandomInputs:
@@ -98,78 +98,78 @@ class _RandomInputs:
         return torch.rand(self.rows, generator=self._generator)
 
 
-def _wan(config: DiffusersFields, made: _RandomInputs) -> Inputs:
+def _wan(config: DiffusersFields, random: _RandomInputs) -> Inputs:
     """Latents [B, C, F, H, W], timesteps [B], text [B, L, D], and an image for models with one."""
     frames, high, wide = config["patch_size"]
-    space = (2 * frames, 2 * high, made.length // 4 * wide)
+    space = (2 * frames, 2 * high, random.length // 4 * wide)
     text = _WAN_TEXT if config.get("added_kv_proj_dim") else _TEXT
     inputs = {
-        "hidden_states": made.normal(config["in_channels"], *space),
-        "timestep": (made.times() * 1000).long(),
-        "encoder_hidden_states": made.normal(text, config["text_dim"]),
-        "target": made.normal(config["out_channels"] or config["in_channels"], *space),
+        "hidden_states": random.normal(config["in_channels"], *space),
+        "timestep": (random.times() * 1000).long(),
+        "encoder_hidden_states": random.normal(text, config["text_dim"]),
+        "target": random.normal(config["out_channels"] or config["in_channels"], *space),
     }
     if config.get("image_dim"):
-        image = made.normal(
+        image = random.normal(
             *([2] if config.get("pos_embed_seq_len") else []), _IMAGE, config["image_dim"]
         )
         inputs["encoder_hidden_states_image"] = image.flatten(0, -3)  # first and last frame
     return inputs
 
 
-def _flux(config: DiffusersFields, made: _RandomInputs) -> Inputs:
+def _flux(config: DiffusersFields, random: _RandomInputs) -> Inputs:
     """Latents [B, L, C], text [B, T, D], pooled text [B, P], timesteps [B], positions [B, .., 3].
 
     Positions are the same for all rows, so the model takes those of one row.
     """
     axes = len(config["axes_dims_rope"])
-    places = torch.zeros(made.length, axes)
-    places[:, 1] = torch.arange(made.length) // 4
-    places[:, 2] = torch.arange(made.length) % 4
+    places = torch.zeros(random.length, axes)
+    places[:, 1] = torch.arange(random.length) // 4
+    places[:, 2] = torch.arange(random.length) % 4
     out = config["patch_size"] ** 2 * (config["out_channels"] or config["in_channels"])
     inputs = {
-        "hidden_states": made.normal(made.length, config["in_channels"]),
-        "encoder_hidden_states": made.normal(_TEXT, config["joint_attention_dim"]),
-        "pooled_projections": made.normal(config["pooled_projection_dim"]),
-        "timestep": made.times(),
-        "img_ids": places.expand(made.rows, -1, -1),
-        "txt_ids": torch.zeros(made.rows, _TEXT, axes),
-        "target": made.normal(made.length, out),
+        "hidden_states": random.normal(random.length, config["in_channels"]),
+        "encoder_hidden_states": random.normal(_TEXT, config["joint_attention_dim"]),
+        "pooled_projections": random.normal(config["pooled_projection_dim"]),
+        "timestep": random.times(),
+        "img_ids": places.expand(random.rows, -1, -1),
+        "txt_ids": torch.zeros(random.rows, _TEXT, axes),
+        "target": random.normal(random.length, out),
     }
     if config.get("guidance_embeds"):
-        inputs["guidance"] = made.times()
+        inputs["guidance"] = random.times()
     return inputs
 
 
-def _hunyuan_video(config: DiffusersFields, made: _RandomInputs) -> Inputs:
+def _hunyuan_video(config: DiffusersFields, random: _RandomInputs) -> Inputs:
     """Latents [B, C, F, H, W], timesteps [B], text [B, L, D] of two lengths, pooled text [B, P]."""
     side = config["patch_size"]
-    space = (2 * config["patch_size_t"], 2 * side, made.length // 4 * side)
-    mask = torch.ones(made.rows, _TEXT, dtype=torch.long)
+    space = (2 * config["patch_size_t"], 2 * side, random.length // 4 * side)
+    mask = torch.ones(random.rows, _TEXT, dtype=torch.long)
     mask[::2, _TEXT - 2 :] = 0
     inputs = {
-        "hidden_states": made.normal(config["in_channels"], *space),
-        "timestep": (made.times() * 1000).long(),
-        "encoder_hidden_states": made.normal(_TEXT, config["text_embed_dim"]),
+        "hidden_states": random.normal(config["in_channels"], *space),
+        "timestep": (random.times() * 1000).long(),
+        "encoder_hidden_states": random.normal(_TEXT, config["text_embed_dim"]),
         "encoder_attention_mask": mask,
-        "pooled_projections": made.normal(config["pooled_projection_dim"]),
-        "target": made.normal(config["out_channels"], *space),
+        "pooled_projections": random.normal(config["pooled_projection_dim"]),
+        "target": random.normal(config["out_channels"], *space),
     }
     if config.get("guidance_embeds"):
-        inputs["guidance"] = made.times() * 1000
+        inputs["guidance"] = random.times() * 1000
     return inputs
 
 
-def _sd3(config: DiffusersFields, made: _RandomInputs) -> Inputs:
+def _sd3(config: DiffusersFields, random: _RandomInputs) -> Inputs:
     """Latents [B, C, H, W], text [B, L, D], pooled text [B, P], timesteps [B]."""
     side = config["patch_size"]
-    space = (2 * side, made.length // 2 * side)
+    space = (2 * side, random.length // 2 * side)
     return {
-        "hidden_states": made.normal(config["in_channels"], *space),
-        "encoder_hidden_states": made.normal(_TEXT, config["joint_attention_dim"]),
-        "pooled_projections": made.normal(config["pooled_projection_dim"]),
-        "timestep": (made.times() * 1000).long(),
-        "target": made.normal(config["out_channels"], *space),
+        "hidden_states": random.normal(config["in_channels"], *space),
+        "encoder_hidden_states": random.normal(_TEXT, config["joint_attention_dim"]),
+        "pooled_projections": random.normal(config["pooled_projection_dim"]),
+        "timestep": (random.times() * 1000).long(),
+        "target": random.normal(config["out_channels"], *space),
     }
 
 
@@ -198,41 +198,41 @@ class DiffusersBuilder:
 
     def __init__(self, values: DiffusersFields) -> None:
         sink = Sink()
-        found = class_of(config_of(dict(values), "the proxy model"), sink)
-        if found is None:
+        kind = class_of(config_of(dict(values), "the proxy model"), sink)
+        if kind is None:
             raise PlanError(sink)
         if values[CLASS] not in _INPUTS:
             raise ValueError(f"planc does not know what the forward of {values[CLASS]} takes")
-        self._kind, self._values = found, values
+        self._kind, self._values = kind, values
 
     def build(self, seed: int) -> nn.Module:
         """The model on the CPU in float32, in training mode, without dropout."""
         seed_cpu(seed)
         with quiet(), isolate():
-            made: nn.Module = build(self._kind, self._values)
-        spread_weights(made, seed + 1)
-        return _prepare(made).float().train()
+            model: nn.Module = build(self._kind, self._values)
+        spread_weights(model, seed + 1)
+        return _prepare(model).float().train()
 
     def build_on_meta(self) -> nn.Module:
         """The model without memory, otherwise as `build` gives it."""
         with quiet(), isolate(), torch.device("meta"):
-            made: nn.Module = build(self._kind, self._values)
-        return _prepare(made.to("meta")).train()
+            model: nn.Module = build(self._kind, self._values)
+        return _prepare(model.to("meta")).train()
 
     def sample(self, shape: BatchShape | None = None) -> Inputs:
         """Random inputs of the forward and a `target`, rows first; image tokens in eights."""
         return _INPUTS[self._values[CLASS]](self._values, _RandomInputs(shape or BatchShape()))
 
 
-def _prepare(made: nn.Module) -> nn.Module:
+def _prepare(model: nn.Module) -> nn.Module:
     """The model with a loss, in place, without dropout."""
-    for module in made.modules():
+    for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     target: list[Any] = []
-    made.register_forward_pre_hook(_take_target(target), with_kwargs=True)
-    made.register_forward_hook(_compute_loss(target))
-    return made
+    model.register_forward_pre_hook(_take_target(target), with_kwargs=True)
+    model.register_forward_hook(_compute_loss(target))
+    return model
 
 
 def _take_target(target: list[Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:

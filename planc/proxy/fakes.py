@@ -13,12 +13,12 @@ _TOKENS = ("input_ids", "decoder_input_ids", "labels", "attention_mask")
 
 def on_fakes(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls an operator; grouped products of fake tensors are known to torch in bfloat16 alone."""
-    one = args[0] if args else None
-    if func is not torch.ops.aten._grouped_mm.default or not isinstance(one, FakeTensor):
+    first = args[0] if args else None
+    if func is not torch.ops.aten._grouped_mm.default or not isinstance(first, FakeTensor):
         return func(*args, **kwargs)
     half = (a.bfloat16() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
-    made = func(*half, **{name: v for name, v in kwargs.items() if name != "out_dtype"})
-    return made.to(kwargs.get("out_dtype") or one.dtype)
+    result = func(*half, **{name: v for name, v in kwargs.items() if name != "out_dtype"})
+    return result.to(kwargs.get("out_dtype") or first.dtype)
 
 
 def fake_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:

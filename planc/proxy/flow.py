@@ -36,14 +36,14 @@ def flow_source(facts: Facts, variants: Mapping[int, list[str]], layers: int) ->
     """The proxy model of a model, or the reason why there is none; arguments as of `shrink`."""
     if facts.lacks_config:
         return FlowSource(facts=facts, values={}, kept={})
-    made = small_values(facts, RANKS, layers=layers, variants=variants)
-    if isinstance(made, str):
-        return made
-    small = load_values(made.values, "the proxy model", quiet := Sink(), folder=facts.code)
+    shrunk = small_values(facts, RANKS, layers=layers, variants=variants)
+    if isinstance(shrunk, str):
+        return shrunk
+    small = load_values(shrunk.values, "the proxy model", quiet := Sink(), folder=facts.code)
     if small is None or small.name != facts.name:
         lacks = cache.unproved_reason() if cache.missing() else ""
         return lacks or next((d.message for d in quiet), f"the proxy model is no {facts.name}")
-    return FlowSource(facts=small, values=made.values, kept=made.kept)
+    return FlowSource(facts=small, values=shrunk.values, kept=shrunk.kept)
 
 
 def flow_of(source: FlowSource, facts: Facts) -> DataFlow | str:
@@ -58,20 +58,20 @@ def flow_of(source: FlowSource, facts: Facts) -> DataFlow | str:
         return kept
     if cache.missing():
         return cache.unproved_reason()
-    found = _record_flow(source.values, facts)
-    if of_library and not isinstance(found, str):
-        cache.keep(key, text := encode(found))
-        return _decode(text) or found
-    return found
+    flow = _record_flow(source.values, facts)
+    if of_library and not isinstance(flow, str):
+        cache.keep(key, text := encode(flow))
+        return _decode(text) or flow
+    return flow
 
 
 @lru_cache(maxsize=64)
 def _decode(text: Any) -> DataFlow | None:
     """One object for a text, which remembers it, and what was inferred from it."""
-    found = decode(text)
-    if found is not None:
-        found.memo["text"] = text
-    return found
+    flow = decode(text)
+    if flow is not None:
+        flow.memo["text"] = text
+    return flow
 
 
 def _record_flow(values: dict[str, Any], facts: Facts) -> DataFlow | str:

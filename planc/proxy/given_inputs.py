@@ -42,8 +42,8 @@ class GivenInputs:
 
     def rows(self, shape: BatchShape) -> Inputs:
         """The inputs with one entry for each row, which data ranks divide."""
-        made = self.make(shape.rows, shape.seed)
-        return {name: value for name, value in made.items() if name not in self.constant_inputs}
+        inputs = self.make(shape.rows, shape.seed)
+        return {name: value for name, value in inputs.items() if name not in self.constant_inputs}
 
     @cached_property
     def constant_inputs(self) -> Inputs:
@@ -60,11 +60,11 @@ class GivenInputs:
         given = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         if self.loss is not None:
             given = _checked_loss(self.loss, output, inputs)
-        found = loss_and_output(output)
+        result = loss_and_output(output)
         if given is None and any(t.dim() == 0 for t in tensors(output)):
             given = next(t for t in tensors(output) if t.dim() == 0)
-        found.loss = found.loss if given is None else given
-        return found
+        result.loss = result.loss if given is None else given
+        return result
 
 
 def _checked_loss(loss: Loss, output: Any, inputs: Mapping[str, Any]) -> Tensor:
@@ -72,16 +72,16 @@ def _checked_loss(loss: Loss, output: Any, inputs: Mapping[str, Any]) -> Tensor:
     scalar with a gradient.
     """
     try:
-        found = loss(output, inputs)
+        value = loss(output, inputs)
     except Exception as error:
         raise ValueError(f"`{LOSS}(output, inputs)` fails: {reason(error)}") from error
-    if not isinstance(found, Tensor):
-        raise ValueError(f"`{LOSS}` gives a {type(found).__name__}, and not a tensor")
-    if found.dim():
-        raise ValueError(f"`{LOSS}` gives {list(found.shape)} numbers, and not one, such as a mean")
-    if torch.is_grad_enabled() and not found.requires_grad:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"`{LOSS}` gives a {type(value).__name__}, and not a tensor")
+    if value.dim():
+        raise ValueError(f"`{LOSS}` gives {list(value.shape)} numbers, and not one, such as a mean")
+    if torch.is_grad_enabled() and not value.requires_grad:
         raise ValueError(f"`{LOSS}` gives a number without a gradient")
-    return found
+    return value
 
 
 def given_inputs(inputs: Any, loss: Loss | None, module: nn.Module) -> GivenInputs | None:
@@ -115,13 +115,13 @@ def _checked_inputs(inputs: Callable[[int, int], Any]) -> MakeInputs:
 
     def make(rows: int, seed: int) -> Mapping[str, Any]:
         try:
-            made = inputs(rows, seed)
+            batch = inputs(rows, seed)
         except Exception as error:
             raise ValueError(f"`{INPUTS}(rows, seed)` fails: {reason(error)}") from error
-        if not isinstance(made, Mapping):
-            kind = type(made).__name__
+        if not isinstance(batch, Mapping):
+            kind = type(batch).__name__
             raise ValueError(f"`{INPUTS}` gives a {kind}, and not arguments of forward by name")
-        return made
+        return batch
 
     return make
 
@@ -179,15 +179,15 @@ def _vary(example: Any) -> MakeInputs:
 
     def make(rows: int, seed: int) -> Inputs:
         generator = torch.Generator().manual_seed(seed)
-        made = {**example}
+        varied = {**example}
         places = torch.randint(count, (rows,), generator=generator)
         for name, value in example.items():
             if not _in_rows(value, count):
                 continue
-            made[name] = value.detach().cpu()[places]
+            varied[name] = value.detach().cpu()[places]
             if value.is_floating_point():
-                noise = torch.randn(made[name].shape, generator=generator)
-                made[name] = made[name] + 0.1 * noise.to(value.dtype)
-        return made
+                noise = torch.randn(varied[name].shape, generator=generator)
+                varied[name] = varied[name] + 0.1 * noise.to(value.dtype)
+        return varied
 
     return make

@@ -27,9 +27,9 @@ def with_output_loss(model: nn.Module) -> None:
 
 def loss_and_output(output: Any) -> Any:
     """The loss of a model's output, with its first tensor of floating point numbers as logits."""
-    found = [*tensors(output)]
-    many = next((tensor for tensor in found if tensor.dim() > 1), None)
-    return causal_output(output_loss(found) if found else None, many)
+    outputs = [*tensors(output)]
+    many = next((tensor for tensor in outputs if tensor.dim() > 1), None)
+    return causal_output(output_loss(outputs) if outputs else None, many)
 
 
 def causal_output(loss: Any, logits: Any) -> Any:
@@ -39,12 +39,12 @@ def causal_output(loss: Any, logits: Any) -> Any:
     return CausalLMOutput(loss=loss, logits=logits)
 
 
-def output_loss(found: list[Tensor]) -> Tensor:
+def output_loss(outputs: list[Tensor]) -> Tensor:
     """The sum, over tensors [rows, ...], of the mean squared distance from a random tensor [...],
     which is the same for all rows and in all runs.
     """
     losses = []
-    for tensor in found:
+    for tensor in outputs:
         target = _scattered_numbers(tensor.shape[1:], tensor.device)
         losses.append((tensor.float() - target).square().mean())
     return torch.stack(losses).sum()

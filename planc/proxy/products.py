@@ -117,12 +117,12 @@ def _use(weight: int, flow: DataFlow) -> WeightUse:
 
 
 def _parts(
-    tensor: int, made: tuple[int, ...], by: Operation, flow: DataFlow
+    tensor: int, pieces: tuple[int, ...], by: Operation, flow: DataFlow
 ) -> tuple[tuple[int, ...], Order]:
     """The features of each part of a product, and how the parts lie in its features."""
     features, view = flow.shapes[tensor][-1], flow.shapes[by.inputs[0]]
-    first = flow.shapes[made[0]]
-    sizes = tuple(prod(flow.shapes[t]) * features // prod(view) for t in made)
+    first = flow.shapes[pieces[0]]
+    sizes = tuple(prod(flow.shapes[t]) * features // prod(view) for t in pieces)
     if by.skips:
         return sizes, "alternate"
     cut = next(i for i, size in enumerate(view) if first[i : i + 1] != (size,))
@@ -139,12 +139,12 @@ def _of_heads(tensor: int, flow: DataFlow) -> bool:
         if view_dims(at, flow):
             return True
         shape = flow.shapes[at]
-        for one in flow.users.get(at, ()):
-            others = (t for t in one.inputs if t != at and t in flow.live)
-            if one.name in _PRODUCTS or any(flow.shapes[t] == shape for t in others):
-                added |= one.adds
+        for user in flow.users.get(at, ()):
+            others = (t for t in user.inputs if t != at and t in flow.live)
+            if user.name in _PRODUCTS or any(flow.shapes[t] == shape for t in others):
+                added |= user.adds
                 continue
-            waiting += [t for t in one.outputs if flow.shapes[t][-1:] == shape[-1:]]
+            waiting += [t for t in user.outputs if flow.shapes[t][-1:] == shape[-1:]]
         waiting = [t for t in (*waiting, *ranges(at, flow)) if t not in seen]
     return not added
 
@@ -153,20 +153,24 @@ def _after(tensor: int, flow: DataFlow, through: frozenset[str]) -> Iterator[Ope
     """Yields the operations that take a tensor, also through others of these names."""
     waiting, seen = [tensor], {tensor}
     while waiting:
-        for one in flow.users.get(waiting.pop(), ()):
-            if one.name not in through:
-                yield one
+        for user in flow.users.get(waiting.pop(), ()):
+            if user.name not in through:
+                yield user
                 continue
-            new = [t for t in one.outputs if t not in seen]
+            new = [t for t in user.outputs if t not in seen]
             seen.update(new)
             waiting += new
 
 
 def skip_elementwise(tensor: int, flow: DataFlow) -> int:
     """The tensor after what changes no shape, such as a bias or a norm."""
-    made = [t for one in flow.users.get(tensor, ()) for t in one.outputs]
-    if len(made) == 1 and made[0] != tensor and flow.shapes[made[0]] == flow.shapes[tensor]:
-        return skip_elementwise(made[0], flow)
+    outputs = [t for user in flow.users.get(tensor, ()) for t in user.outputs]
+    if (
+        len(outputs) == 1
+        and outputs[0] != tensor
+        and flow.shapes[outputs[0]] == flow.shapes[tensor]
+    ):
+        return skip_elementwise(outputs[0], flow)
     return tensor
 
 
@@ -176,17 +180,19 @@ def cut_into(tensor: int, flow: DataFlow) -> tuple[int, ...]:
     what does not, of one projection.
     """
     tensor = skip_elementwise(tensor, flow)
-    if made := ranges(tensor, flow):
-        return made
+    if pieces := ranges(tensor, flow):
+        return pieces
     lead = len(flow.shapes[tensor]) - 1
-    for one in flow.users.get(tensor, ()):
-        for view in one.outputs if one.name in _SAME else ():
+    for user in flow.users.get(tensor, ()):
+        for view in user.outputs if user.name in _SAME else ():
             inner = len(flow.shapes[view]) - lead
-            made = _cut(view, flow, inner) if inner > 1 else ()
-            if len(made) > 2 or any(flow.shapes[t][lead] < flow.shapes[view][lead] for t in made):
-                return made
-            if len(made := _permuted_ranges(view, flow)) > 2:
-                return made
+            pieces = _cut(view, flow, inner) if inner > 1 else ()
+            if len(pieces) > 2 or any(
+                flow.shapes[t][lead] < flow.shapes[view][lead] for t in pieces
+            ):
+                return pieces
+            if len(pieces := _permuted_ranges(view, flow)) > 2:
+                return pieces
     return ()
 
 
@@ -197,19 +203,19 @@ def ranges(tensor: int, flow: DataFlow) -> tuple[int, ...]:
 
 def _permuted_ranges(tensor: int, flow: DataFlow) -> tuple[int, ...]:
     """The ranges of a tensor's last dim after others are in another order; else none."""
-    others = (t for one in flow.users.get(tensor, ()) if one.moves for t in one.outputs)
-    return next((made for t in others if (made := ranges(t, flow))), ())
+    others = (t for user in flow.users.get(tensor, ()) if user.moves for t in user.outputs)
+    return next((pieces for t in others if (pieces := ranges(t, flow))), ())
 
 
 def _cut(tensor: int, flow: DataFlow, dims: int) -> tuple[int, ...]:
     """Into what a tensor is cut whole, along one of its last dims."""
     shape = flow.shapes[tensor]
-    users = [one for one in flow.users.get(tensor, ()) if one.name in _CUTS]
-    made = tuple(dict.fromkeys(t for one in users for t in one.outputs if t != tensor))
-    shapes = [flow.shapes[t] for t in made]
+    users = [user for user in flow.users.get(tensor, ()) if user.name in _CUTS]
+    pieces = tuple(dict.fromkeys(t for user in users for t in user.outputs if t != tensor))
+    shapes = [flow.shapes[t] for t in pieces]
     first = len(shape) - dims
-    whole = len(made) > 1 and sum(map(prod, shapes)) == prod(shape) and all(map(prod, shapes))
-    return made if whole and {s[:first] for s in shapes} == {shape[:first]} else ()
+    whole = len(pieces) > 1 and sum(map(prod, shapes)) == prod(shape) and all(map(prod, shapes))
+    return pieces if whole and {s[:first] for s in shapes} == {shape[:first]} else ()
 
 
 def viewed_parts(tensor: int, flow: DataFlow) -> int:
@@ -223,9 +229,9 @@ def viewed_parts(tensor: int, flow: DataFlow) -> int:
 def view_dims(tensor: int, flow: DataFlow) -> tuple[int, ...]:
     """The dims that the features of a tensor are viewed as; empty for no such view."""
     shape = flow.shapes[tensor]
-    for one in flow.users.get(tensor, ()):
-        for made in (flow.shapes[t] for t in one.outputs):
-            dims = made[len(shape) - 1 :]
-            if len(made) > len(shape) > 0 and prod(dims) == shape[-1]:
+    for user in flow.users.get(tensor, ()):
+        for view in (flow.shapes[t] for t in user.outputs):
+            dims = view[len(shape) - 1 :]
+            if len(view) > len(shape) > 0 and prod(dims) == shape[-1]:
                 return dims
     return ()

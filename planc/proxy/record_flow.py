@@ -80,8 +80,8 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
         super().__init__()
         self.model, self.inputs = model, inputs
         self.names = {id(m): name for name, m in model.named_modules()}
-        every = model.named_modules(remove_duplicate=False)
-        self.alias = {n: self.names[id(m)] for n, m in every if n != self.names[id(m)]}
+        modules = model.named_modules(remove_duplicate=False)
+        self.alias = {n: self.names[id(m)] for n, m in modules if n != self.names[id(m)]}
         self.alive: list[torch.Tensor] = []
         self.numbers: dict[int, int] = {}
         self.live: set[int] = set()
@@ -152,8 +152,8 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
         text = " ".join(linecache.getline(path, number).split())
         short = re.sub(r"^.*/(site-packages|dist-packages)/", "", path)
         short = short if short != path else path.rpartition("/")[2]
-        made = Line(f"{short}:{number}", text if len(text) <= _LONGEST else f"{text[:97]}...")
-        return self.lines.setdefault(made, len(self.lines))
+        line = Line(f"{short}:{number}", text if len(text) <= _LONGEST else f"{text[:97]}...")
+        return self.lines.setdefault(line, len(self.lines))
 
     # Calls ----------------------------------------------------------------------------------------
 

@@ -80,11 +80,11 @@ def _grid(config: Any, rows: int, generator: Any) -> Inputs:
 
 def _grid_of_images(config: Any, rows: int, generator: Any) -> Inputs:
     """Patches as small images, and the grid of each image."""
-    found = _grid(config, rows, generator)
-    flat, patch = found["pixel_values"], _patch(config)
+    inputs = _grid(config, rows, generator)
+    flat, patch = inputs["pixel_values"], _patch(config)
     times = _number(config, "temporal_patch_size", default=1)
     shape = (_channels(config), times, patch, patch) if times > 1 else (-1, patch, patch)
-    return {**found, "pixel_values": flat.view(len(flat), *shape)}
+    return {**inputs, "pixel_values": flat.view(len(flat), *shape)}
 
 
 def _grid_merged(config: Any, rows: int, generator: Any) -> Inputs:
@@ -140,8 +140,8 @@ def _crops(config: Any, rows: int, generator: Any) -> Inputs:
 
 def _sized_images(config: Any, rows: int, generator: Any) -> Inputs:
     """One image per row, with its size."""
-    found = _images(config, rows, generator)
-    return {**found, "image_sizes": torch.tensor([[_side(config)] * 2] * rows)}
+    inputs = _images(config, rows, generator)
+    return {**inputs, "image_sizes": torch.tensor([[_side(config)] * 2] * rows)}
 
 
 def _images(config: Any, rows: int, generator: Any) -> Inputs:

@@ -55,13 +55,13 @@ def small_values(
         return f"{facts.name} has no configuration that planc can make small"
     try:
         blocks = block_kinds(facts)
-        made = shrink(
+        shrunk = shrink(
             facts.config, ranks=ranks, real=real, layers=layers, blocks=blocks, variants=variants
         )
     except Exception as error:
         return f"the model cannot be shrunk: {error}"
-    values = json.loads(json.dumps(made.values, default=str))
-    return replace(made, values={**values, "architectures": [facts.name]})
+    values = json.loads(json.dumps(shrunk.values, default=str))
+    return replace(shrunk, values={**values, "architectures": [facts.name]})
 
 
 def shallow_values(facts: Facts, variants: Mapping[int, list[str]]) -> Shrunk | str:
@@ -83,10 +83,10 @@ def shallow_values(facts: Facts, variants: Mapping[int, list[str]]) -> Shrunk | 
     if is_diffusers(facts.config):
         from planc.proxy import diffusers_model
 
-        made = diffusers_model.shallow(facts.config, layers=2)
+        values_of_depth = diffusers_model.shallow(facts.config, layers=2)
     else:
-        made = shallow(facts.config)
-    values = json.loads(json.dumps(made, default=str))
+        values_of_depth = shallow(facts.config)
+    values = json.loads(json.dumps(values_of_depth, default=str))
     return Shrunk(values={**values, "architectures": [facts.name]}, kept=depth.kept)
 
 
@@ -335,9 +335,9 @@ def _scale_rotary(values: Mapping[str, Any], head: int, partial: float) -> dict[
     return out
 
 
-def _ratio(one: int, other: int) -> int:
+def _ratio(size: int, other: int) -> int:
     """The ratio of two widths, from 1 to 4; 1 if it is not a whole number."""
-    times, rest = divmod(one, other)
+    times, rest = divmod(size, other)
     return times if 1 <= times <= 4 and not rest else 1
 
 

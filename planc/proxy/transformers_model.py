@@ -101,23 +101,23 @@ class TransformersBuilder:
             with quiet(), isolate():
                 # a copy: a plan changes the configuration of its model
                 config = copy.deepcopy(self._part)
-                made = self._cls._from_config(config, attn_implementation=self._attention)
-            spread_weights(made, seed + 1)
+                model = self._cls._from_config(config, attn_implementation=self._attention)
+            spread_weights(model, seed + 1)
             state = torch.random.default_generator.get_state()
-            self._built = seed, made.float().train(), state
-        _, made, state = self._built
+            self._built = seed, model.float().train(), state
+        _, model, state = self._built
         if self._folder:
             self._built = None
-            return self._with_loss(made)
+            return self._with_loss(model)
         torch.random.default_generator.set_state(state)
-        return self._with_loss(copy_module(made, {}))
+        return self._with_loss(copy_module(model, {}))
 
     def build_on_meta(self) -> nn.Module:
         """The model without memory, in bfloat16: torch has no grouped products of other fakes."""
         attention = "sdpa" if self._attention == "eager" else self._attention
         with torch.device("meta"):
-            made = training_model(self._cls, copy.deepcopy(self._part), "bfloat16", attention)
-        return self._with_loss(made)
+            model = training_model(self._cls, copy.deepcopy(self._part), "bfloat16", attention)
+        return self._with_loss(model)
 
     def _with_loss(self, model: nn.Module) -> nn.Module:
         if self._without_text or not {"labels", "decoder_input_ids"} & {*self.names}:
