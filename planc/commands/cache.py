@@ -30,8 +30,8 @@ def run(options: argparse.Namespace) -> int:
         return _pack(file)
     if options.action == "unpack":
         _unpack(file, sink)
-    elif found := pack.collect_pack() if options.file is None else pack.read(options.file, sink):
-        print(f"{options.file or cache.home()}: {found}")
+    elif contents := pack.collect_pack() if options.file is None else pack.read(options.file, sink):
+        print(f"{options.file or cache.home()}: {contents}")
     output.show(sink, "full", sys.stderr, quiet=True)
     return output.exit_code(sink)
 
@@ -40,26 +40,26 @@ def _pack(file: str) -> int:
     if cache.missing():
         message = f"what is packed must be known at first hand: {cache.not_installed()}"
         return output.show_error("PL760", message, cache.INSTALL)
-    made = pack.collect_pack()
-    if not made.document["entries"]:
+    collected = pack.collect_pack()
+    if not collected.document["entries"]:
         message = f"nothing in {cache_folder()} was found with the installed versions"
         help = "run `planc check`, whose facts and verdicts are packed"
         return output.show_error("PL761", message, help)
-    code = output.write(pack.dumps(made), file)
+    code = output.write(pack.dumps(collected), file)
     if code == output.CLEAN and file != "-":
-        print(f"packed {file}: {made}")
+        print(f"packed {file}: {collected}")
     return code
 
 
 def _unpack(file: str, sink: Sink) -> None:
-    found = pack.read(file, sink)
-    if found is None:
+    contents = pack.read(file, sink)
+    if contents is None:
         return
     try:
-        pack.install(found)
+        pack.install(contents)
     except OSError as error:
         sink.error("PL020", f"cannot write {cache_folder()}: {io_reason(error)}")
         return
-    print(f"unpacked {file}: {found}")
+    print(f"unpacked {file}: {contents}")
     if not cache.missing():
         print("torch and transformers are installed here, so planc reads no pack", file=sys.stderr)

@@ -40,11 +40,11 @@ def run(options: argparse.Namespace) -> int:
             f"{path} cannot be the fitted profile",
             help="name a .toml file outside of planc, which ships its own",
         )
-    found = None if sink.errors else _profile(options, sink)
-    if found:
-        made, lines = found
+    profiled = None if sink.errors else _profile(options, sink)
+    if profiled:
+        profile, lines = profiled
         try:
-            atomic_write.write(path, toml(made))
+            atomic_write.write(path, toml(profile))
         except OSError as error:
             sink.error(
                 "PL719", f"{path} cannot be written: {error.strerror}", help="name another file"
@@ -61,11 +61,13 @@ def _profile(options: argparse.Namespace, sink: Sink) -> tuple[Hardware, list[st
     if options.cpu:
         from planc.tools.suggest import measured_cpu
 
-        made = measured_cpu.profile(name)
-        return made, [f"  {n} = {getattr(made, n):.4g}  {how}" for n, how in made.sources.items()]
+        profile = measured_cpu.profile(name)
+        return profile, [
+            f"  {n} = {getattr(profile, n):.4g}  {how}" for n, how in profile.sources.items()
+        ]
     request = Request(batch=None, hardware=options.hardware, stack=options.stack)
     rows = read(Path(options.file), request, sink, allow_code=options.allow_code)
     if not rows or sink.errors:
         return None
-    made = fit(rows, name)
-    return made, [*report(rows, made)]
+    profile = fit(rows, name)
+    return profile, [*report(rows, profile)]

@@ -100,14 +100,14 @@ def _run(options: argparse.Namespace) -> tuple[int, list[Compiled]]:
     """The exit code, and what was compiled."""
     sink = Sink()
     try:
-        found = project()
-        if unknown := sorted(found.severity.keys() - CODES.keys()):
-            file = found.folder / "pyproject.toml"
+        settings = project()
+        if unknown := sorted(settings.severity.keys() - CODES.keys()):
+            file = settings.folder / "pyproject.toml"
             raise ProjectError(f"{file}: [tool.planc] names {unknown[0]!r}, which is not a code")
     except ProjectError as error:
         sink.error("PL021", str(error))
-        found = Project()
-    targets = list(_targets(options, found)) if not sink.has_errors else []
+        settings = Project()
+    targets = list(_targets(options, settings)) if not sink.has_errors else []
     if not targets and not sink.has_errors:
         sink.error(
             "PL023",
@@ -117,32 +117,34 @@ def _run(options: argparse.Namespace) -> tuple[int, list[Compiled]]:
     if not targets:
         output.show(sink, options.format, sys.stdout)
         return output.exit_code(sink), []
-    every = []
+    checked = []
     for number, target in enumerate(targets, 1):
         of = f"{number}/{len(targets)} " if len(targets) > 1 else ""
         with output.waiting(f"checking {of}{target.text}"):
-            every.append(_check_target(target, options, found.severity))
+            checked.append(_check_target(target, options, settings.severity))
         if options.format in ("full", "concise"):
-            _print(every[-1], options.format, alone=len(targets) == 1)
+            _print(checked[-1], options.format, alone=len(targets) == 1)
     if options.format not in ("full", "concise"):
-        _document(every, options.format)
+        _document(checked, options.format)
     if options.fix:
         from planc.commands import edits
 
-        edits.correct([finding for one in every for finding in one.sink])
-    codes = [output.exit_code(one.sink, strict=options.strict) for one in every]
+        edits.correct([finding for check_of_target in checked for finding in check_of_target.sink])
+    codes = [
+        output.exit_code(check_of_target.sink, strict=options.strict) for check_of_target in checked
+    ]
     if len(targets) > 1 and options.format == "full":
         clean = codes.count(output.CLEAN)
         print(f"\n{clean} of {len(codes)} targets are clean")
-    return max(codes), [one.compiled for one in every]
+    return max(codes), [check_of_target.compiled for check_of_target in checked]
 
 
-def _targets(options: argparse.Namespace, found: Project) -> Iterator[Target]:
+def _targets(options: argparse.Namespace, settings: Project) -> Iterator[Target]:
     """The models and plans of the command line, else the project's targets."""
     if options.model is None:
         given = {"world_size": options.world_size, "elastic": 0} if options.world_size else {}
-        own = (replace(t, set=(*t.set, *options.set), **given) for t in found.targets)
-        yield from dict.fromkeys(own)  # those of several world sizes become one
+        targets = (replace(t, set=(*t.set, *options.set), **given) for t in settings.targets)
+        yield from dict.fromkeys(targets)  # those of several world sizes become one
         return
     models, plans = split_models([options.model, *options.plan])
     for model, plan in product(models, plans or (None,)):
@@ -202,21 +204,30 @@ def _check_estimate(
     return f", {what} ({peak:.1f} GiB of {room:.1f} usable)"
 
 
-def _print(one: _Checked, format: str, *, alone: bool) -> None:
+def _print(checked: _Checked, format: str, *, alone: bool) -> None:
     if not alone:
-        print(f"\n# planc check {one.target.text}" if format == "full" else f"# {one.target.text}")
-    output.show(one.sink, format, sys.stdout)
+        print(
+            f"\n# planc check {checked.target.text}"
+            if format == "full"
+            else f"# {checked.target.text}"
+        )
+    output.show(checked.sink, format, sys.stdout)
     if format == "full":
         from planc.commands import terminal
 
-        terminal.show("".join(f"{line}\n" for line in one.lines))
+        terminal.show("".join(f"{line}\n" for line in checked.lines))
 
 
-def _document(every: list[_Checked], format: str) -> None:
+def _document(checked: list[_Checked], format: str) -> None:
     """Findings for programs; one JSON document for several targets."""
-    if format == "json" and len(every) > 1:
-        runs = [{"target": o.target.text, **document(o.sink), **o.also} for o in every]
+    if format == "json" and len(checked) > 1:
+        runs = [{"target": o.target.text, **document(o.sink), **o.also} for o in checked]
         print(json.dumps({"format_version": 1, "targets": runs}, indent=2))
         return
-    also = every[0].also if len(every) == 1 else None
-    output.show([d for one in every for d in one.sink], format, sys.stdout, also=also)
+    also = checked[0].also if len(checked) == 1 else None
+    output.show(
+        [d for check_of_target in checked for d in check_of_target.sink],
+        format,
+        sys.stdout,
+        also=also,
+    )

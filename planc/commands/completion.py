@@ -52,20 +52,20 @@ def _words(action: argparse.Action) -> str:
 
 def _cases(actions: dict[str, Sequence[argparse.Action]]) -> Iterator[str]:
     """The words after each option, after a `-`, and elsewhere."""
-    for name, found in actions.items():
-        for flag, action in ((flag, a) for a in found for flag in a.option_strings):
+    for name, of_command in actions.items():
+        for flag, action in ((flag, a) for a in of_command for flag in a.option_strings):
             if action.nargs != 0:
                 yield f'    "{name} {flag} "*) words="{_words(action)}" ;;'
-        flags = " ".join(flag for a in found for flag in a.option_strings)
+        flags = " ".join(flag for a in of_command for flag in a.option_strings)
         yield f'    "{name} "*" -"*) words="{flags}" ;;'
-        places = " ".join(_words(a) for a in found if not a.option_strings)
+        places = " ".join(_words(a) for a in of_command if not a.option_strings)
         yield f'    "{name} "*) words="{places}" ;;'
 
 
 def _fish(actions: dict[str, Sequence[argparse.Action]], about: dict[str, str]) -> Iterator[str]:
-    for name, found in actions.items():
+    for name, of_command in actions.items():
         yield f"complete -c planc -n __fish_use_subcommand -f -a {name} -d {quote(about[name])}"
-        for action in found:
+        for action in of_command:
             flags = [
                 f"-{'l' if len(f) > 2 else 's'} {f.lstrip('-')}" for f in action.option_strings
             ]

@@ -49,8 +49,10 @@ def run(options: argparse.Namespace) -> int:
     request = shared_arguments.request(options)
     asked = request.batch and not options.sends
     estimates = step_estimates(sides, request, merged) if asked else {}
-    found = ((n, shared_arguments.step_of(options, one, merged)) for n, one in sides.items())
-    steps = {side: step for side, step in found if step} if options.sends else {}
+    steps_of_sides = (
+        (n, shared_arguments.step_of(options, compiled, merged)) for n, compiled in sides.items()
+    )
+    steps = {side: step for side, step in steps_of_sides if step} if options.sends else {}
     output.show(merged, "full", sys.stderr, quiet=True)
     old, new = (side.lowered for side in sides.values())
     if old is None or new is None or merged.has_errors:
@@ -70,11 +72,11 @@ def run(options: argparse.Namespace) -> int:
 def _compile_side(
     file: Files | None, side: str, options: argparse.Namespace, sink: Sink
 ) -> Compiled:
-    own, code = vars(options), options.allow_code
-    name = own[f"{side}_model"] or options.model
-    size = own[f"{side}_world_size"] or options.world_size
+    values, code = vars(options), options.allow_code
+    name = values[f"{side}_model"] or options.model
+    size = values[f"{side}_world_size"] or options.world_size
     with output.waiting(f"reading {name}"):
-        settings = [*options.set, *own[f"{side}_set"]]
+        settings = [*options.set, *values[f"{side}_set"]]
         compiled, loaded = compile_side(file, name, sink, size=size, settings=settings, code=code)
     if isinstance(file, LoweredFile) and not loaded:
         note = f"{name} is unknown without torch: {file.name} was not held against it"

@@ -9,7 +9,7 @@ from planc.diagnostics.source import Source, Span
 from planc.files import atomic_write
 
 
-def correct(found: Iterable[Diagnostic]) -> None:
+def correct(findings: Iterable[Diagnostic]) -> None:
     """Makes each edit of the findings in its file, and says so on standard error, because a report
     for programs is on standard output.
 
@@ -17,7 +17,7 @@ def correct(found: Iterable[Diagnostic]) -> None:
     plan that ships with planc.
     """
     by_file: dict[str, tuple[Source, dict[tuple[int, int], tuple[Span, str]]]] = {}
-    for finding in found:
+    for finding in findings:
         if finding.edit is not None:
             span, text = finding.edit
             source, edits = by_file.setdefault(span.source.name, (span.source, {}))

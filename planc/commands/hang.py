@@ -25,12 +25,12 @@ def run(options: argparse.Namespace) -> int:
 
     sink = Sink()
     try:
-        found = dumps.read(Path(options.dumps))
+        dump_by_rank = dumps.read(Path(options.dumps))
     except dumps.DumpError as error:
         return output.show_error(
             "PL617", str(error), "name the folder that the message of a run names"
         )
-    abouts = [dump.about for dump in found.values() if dump.about]
+    abouts = [dump.about for dump in dump_by_rank.values() if dump.about]
     if options.world_size is None and abouts:
         options.world_size = abouts[0]["world_size"]
     compiled = output.compile_options(options, sink)
@@ -49,9 +49,9 @@ def run(options: argparse.Namespace) -> int:
     with output.waiting("running each pipeline rank"):
         order = known_order(compiled, sink)
     output.show(sink, "full", sys.stderr, quiet=True)
-    made = hang.explain(found, compiled.lowered, order)
+    explained = hang.explain(dump_by_rank, compiled.lowered, order)
     if options.format == "json":
-        print(json.dumps(hang.document(made), indent=2))
+        print(json.dumps(hang.document(explained), indent=2))
     else:
-        terminal.show("".join(f"{line}\n" for line in hang.lines(made)))
-    return output.FINDINGS if made.waits or made.absent else output.CLEAN
+        terminal.show("".join(f"{line}\n" for line in hang.lines(explained)))
+    return output.FINDINGS if explained.waits or explained.absent else output.CLEAN

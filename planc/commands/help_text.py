@@ -82,9 +82,9 @@ def fill(parser: argparse.ArgumentParser, command: str) -> None:
     import_module(f"planc.commands.{command}").arguments(parser)
     for action in parser._actions:
         side, _, name = action.dest.partition("_")
-        own = side in ("old", "new") and bool(name)
-        text = _HELP.get(name if own else action.dest, "")
-        action.help = action.help or text + (f", of the {side} side alone" if own else "")
+        of_side = side in ("old", "new") and bool(name)
+        text = _HELP.get(name if of_side else action.dest, "")
+        action.help = action.help or text + (f", of the {side} side alone" if of_side else "")
     page, *calls = EXAMPLES[command]
     lines = "".join(f"  planc {command} {call}".rstrip() + "\n" for call in calls)
     parser.formatter_class = _Format

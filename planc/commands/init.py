@@ -30,7 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     sink = Sink()
     with output.waiting(f"drafting and proving a plan for {options.model}"):
-        made = draft_text(
+        drafted = draft_text(
             options.model,
             options.set,
             sink,
@@ -39,6 +39,6 @@ def run(options: argparse.Namespace) -> int:
         )
     if sink.diagnostics:
         output.show(sink, "full", sys.stderr)
-    if made is None:
+    if drafted is None:
         return output.FAILED
-    return output.write(made.text, options.output)
+    return output.write(drafted.text, options.output)

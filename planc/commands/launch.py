@@ -56,14 +56,14 @@ def run(options: argparse.Namespace) -> int:
             f"a file for {options.to} has one number of nodes, and several world sizes were given",
             help="write one, or a file for torchrun, slurm or ray",
         )
-    made = None if sink.has_errors else _job(options, sink)
+    cluster_job = None if sink.has_errors else _job(options, sink)
     output.show(sink, "full", sys.stderr, quiet=True)
-    if made is None or sink.has_errors:
+    if cluster_job is None or sink.has_errors:
         return output.exit_code(sink)
     if options.output and _is_another(Path(options.output)):
         text = f"cannot write {options.output}: a file that planc launch did not write is there"
         return output.show_error("PL020", text, "name another, or remove it")
-    return output.write(TARGETS[options.to](made), options.output)
+    return output.write(TARGETS[options.to](cluster_job), options.output)
 
 
 def _is_another(file: Path) -> bool:
@@ -79,16 +79,18 @@ def _job(options: argparse.Namespace, sink: Sink) -> job.ClusterJob | None:
     """The job of the largest world size, which continues with the others."""
     name, gpus = options.gpus_per_node
     asked = [{**vars(options), "world_size": n} for n in options.world_size or (None,)]
-    every = [output.compile_options(argparse.Namespace(**one), sink) for one in asked]
-    plans = [one.lowered for one in every if one.lowered is not None]
-    if len(plans) < len(every):
+    compiled_plans = [
+        output.compile_options(argparse.Namespace(**compiled), sink) for compiled in asked
+    ]
+    plans = [compiled.lowered for compiled in compiled_plans if compiled.lowered is not None]
+    if len(plans) < len(compiled_plans):
         return None
     most = plans[0].world_size
     nodes, per = zip(*(job.nodes_of(plan, gpus, sink, most=most) for plan in plans), strict=True)
     if options.to != "ray" and not sink.has_errors:
         job.require_range(nodes, per[0], sink)
-    known = [_stored_verdict(one, sink) for one in every]
-    digests = [one.digest for one in every]
+    known = [_stored_verdict(compiled, sink) for compiled in compiled_plans]
+    digests = [compiled.digest for compiled in compiled_plans]
     said = [*_plan_arguments(options, [plan.world_size for plan in plans])]
     return job.ClusterJob(
         lowered=plans[0],

@@ -54,13 +54,13 @@ def run(options: argparse.Namespace) -> int:
     output.show(sink, "full", sys.stderr, quiet=True)
     if compiled.lowered is None:
         return output.exit_code(sink)
-    found = _of_a_step(options, compiled, sink)
+    step = _of_a_step(options, compiled, sink)
     if sink.has_errors:
         output.show(sink, "full", sys.stderr, quiet=True)
         return output.exit_code(sink)
     if options.format in ("tp-plan", "transformers", "transformers-class"):
         return _for_transformers(options, compiled.lowered)
-    text = _text(options.format, compiled, *found)
+    text = _text(options.format, compiled, *step)
     if options.format == "text" and options.output in (None, "-"):
         terminal.show(text, titled=True)
         return output.CLEAN
@@ -137,23 +137,25 @@ def _text(form: str, compiled: Compiled, shown: list[str], plain: dict[str, Any]
 def _of_targets(options: argparse.Namespace) -> int:
     """Writes or compares the lowered plan of each of the project's targets."""
     try:
-        found = project()
+        settings = project()
     except ProjectError as error:
         return output.show_error("PL021", str(error))
-    own = (options.model, options.world_size, options.output) != (None, None, None)
-    own = own or bool(options.set) or options.format != "text"
-    names = [target.file_name for target in found.targets]
+    has_options = (options.model, options.world_size, options.output) != (None, None, None)
+    has_options = has_options or bool(options.set) or options.format != "text"
+    names = [target.file_name for target in settings.targets]
     if twice := next((name for name in names if names.count(name) > 1), None):
         return output.show_error("PL021", f"two targets would both have the file {twice}")
-    if found.lowered is None or not found.targets or own:
-        why = "--save and --check take no model and no other options" if own else None
+    if settings.lowered is None or not settings.targets or has_options:
+        why = "--save and --check take no model and no other options" if has_options else None
         return output.show_error(
             "PL023",
             why or "no pyproject.toml names `lowered` and [[tool.planc.targets]]",
             "it takes the targets of the project, and the folder `lowered` for their plans",
         )
     act = _save if options.save else _compare
-    return max(act(target, found.lowered / target.file_name, options) for target in found.targets)
+    return max(
+        act(target, settings.lowered / target.file_name, options) for target in settings.targets
+    )
 
 
 def _lower_target(target: Target, options: argparse.Namespace) -> tuple[Lowered | None, int]:

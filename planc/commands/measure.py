@@ -113,14 +113,14 @@ def _require_row(options: argparse.Namespace, sink: Sink) -> None:
             sink.error("PL630", f"{options.output} takes no row: {said}", help="leave -o off")
 
 
-def _row(options: argparse.Namespace, made: MeasuredRanks) -> dict[str, object]:
+def _row(options: argparse.Namespace, measured: MeasuredRanks) -> dict[str, object]:
     return {
         "model": options.model,
         "plan": options.plan or "",
-        "world_size": options.world_size or made.answer.plan.mesh.world_size,
+        "world_size": options.world_size or measured.answer.plan.mesh.world_size,
         "batch": options.batch,
         "seq": options.seq,
         "set": shlex.join(options.set),
         "micro_batches": options.micro_batches or 1,
-        "gib": f"{made.counted.fullest.peak / GIB:.4f}",
-    } | ({"compute": f"{made.seconds:.6g}"} if made.seconds else {})
+        "gib": f"{measured.counted.fullest.peak / GIB:.4f}",
+    } | ({"compute": f"{measured.seconds:.6g}"} if measured.seconds else {})

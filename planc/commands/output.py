@@ -96,14 +96,14 @@ def show(
 
     `also` has further fields of a JSON document.
     """
-    found = [d for d in sink if not (quiet and d.severity == "info")]
-    if quiet and not found:
+    shown = [d for d in sink if not (quiet and d.severity == "info")]
+    if quiet and not shown:
         return
     from planc.diagnostics import render, wants_color
 
     color = wants_color(stream, os.environ)
     width = _width() if format == "full" else 0
-    text = render(found, format, color=color, width=width, also=also)
+    text = render(shown, format, color=color, width=width, also=also)
     print(text, end="" if text.endswith("\n") or not text else "\n", file=stream)  # type: ignore[call-overload]
 
 
@@ -122,8 +122,8 @@ def exit_code(sink: Sink, *, strict: bool = False) -> int:
     from planc.diagnostics.codes import exit_code
 
     warned = strict and any(d.severity == "warning" for d in sink)
-    found = exit_code(d.code for d in sink if d.severity == "error")
-    return FINDINGS if warned and found == CLEAN else found
+    code = exit_code(d.code for d in sink if d.severity == "error")
+    return FINDINGS if warned and code == CLEAN else code
 
 
 def show_error(code: str, message: str, help: str | None = None) -> int:

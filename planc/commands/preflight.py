@@ -56,8 +56,8 @@ def run(options: argparse.Namespace) -> int:
     report, began = Report(), time.monotonic()
     show = partial(_show, report, options.format, _for_the_report())
 
-    def report_missing(found: list[Diagnostic]) -> None:
-        report.sink.add(*found)
+    def report_missing(findings: list[Diagnostic]) -> None:
+        report.sink.add(*findings)
         report.seconds = ranks.seconds
         show()
 
@@ -133,9 +133,9 @@ def _needed_bytes(compiled: Compiled) -> Needed:
     from planc.tools.estimate.answer import Request, answer_for
     from planc.tools.launch.judge import Needed
 
-    found = answer_for(compiled, Request(batch=None), Sink()) if compiled.applied else None
-    if found is None:
+    answer = answer_for(compiled, Request(batch=None), Sink()) if compiled.applied else None
+    if answer is None:
         return Needed()
-    largest = found.estimate.fullest.largest
+    largest = answer.estimate.fullest.largest
     saved = [i.size for i in largest.items if i.name in ("parameters", "optimizer state")]
     return Needed(memory=int(largest.size), disk=int(sum(saved)))

@@ -28,9 +28,9 @@ def run(options: argparse.Namespace) -> int:
     hardware = profiles.hardware(options.hardware, sink)
     compiled = Compiled() if sink.has_errors else output.compile_options(options, sink)
     findings, asked = tuple(sink), sink if options.batch else Sink()
-    found = None
+    answer = None
     if not options.svg:
-        found = answer_for(compiled, shared_arguments.request(options), asked)
+        answer = answer_for(compiled, shared_arguments.request(options), asked)
     output.show(sink, "full", sys.stderr, quiet=True)
     if sink.has_errors or not (compiled.lowered and compiled.facts and hardware):
         return output.exit_code(sink)
@@ -38,26 +38,26 @@ def run(options: argparse.Namespace) -> int:
         drawn = picture(compiled.lowered, tree(compiled), hardware.ranks_per_node)
         return output.write(drawn, options.output)
     verdict = recall(compiled.lowered, compiled.facts)
-    timed = found is not None and found.counted
+    timed = answer is not None and answer.counted
     sent = timed and shared_arguments.step_of(options, compiled, asked)
     known = Known(
         numbers=(
-            *(_numbers(found) if found else ()),
+            *(_numbers(answer) if answer else ()),
             ("proof", verdict.level, verdict.text.removeprefix(verdict.level)),
         ),
         findings=findings,
-        memory=timeline.moments(found) if found else {},
-        step=timeline.passes(found) if found and timed else {},
+        memory=timeline.moments(answer) if answer else {},
+        step=timeline.passes(answer) if answer and timed else {},
         sent=timeline.bytes_sent(sent) if timed and sent else {},
         per_node=hardware.ranks_per_node,
     )
     return output.write(render(compiled, known), options.output)
 
 
-def _numbers(found: Answer) -> tuple[tuple[str, str, str], ...]:
-    if not found.counted:
+def _numbers(answer: Answer) -> tuple[tuple[str, str, str], ...]:
+    if not answer.counted:
         return ()
-    peak, time, fits = found.estimate.fullest.peak, found.estimate.time, found.estimate.fits
-    room = f"{'fits' if fits else 'does not fit'} in {size(int(found.estimate.usable))}"
+    peak, time, fits = answer.estimate.fullest.peak, answer.estimate.time, answer.estimate.fits
+    room = f"{'fits' if fits else 'does not fit'} in {size(int(answer.estimate.usable))}"
     pace = f"{time.tokens_per_second:,.0f} tokens/s a rank, MFU {time.mfu:.0%}"
     return ("at most", size(int(peak)), room), ("a step", f"{time.seconds:.3g} s", pace)

@@ -61,16 +61,16 @@ def run(options: argparse.Namespace) -> int:
     )
     with output.waiting(f"searching plans for {options.model}") as progress:
         facts = load(options.model, sink, allow_code=options.allow_code)
-        made = suggest(facts, asked, sink, progress) if facts else None
+        suggestion = suggest(facts, asked, sink, progress) if facts else None
     output.show(sink, "full", sys.stderr, quiet=True)
-    if made is None:
+    if suggestion is None:
         return output.exit_code(sink)
     # a plan on standard output is not mixed with the table
     stream = sys.stderr if options.output in (None, "-") else sys.stdout
     if options.format == "text":  # before a rank is run, which takes as long as the search
-        print("\n".join(text(made)), file=stream, flush=True)
+        print("\n".join(text(suggestion)), file=stream, flush=True)
     with output.waiting("running a rank"):
-        checked = run_best(made, sink)
+        checked = run_best(suggestion, sink)
     if checked is None:
         output.show(sink, "full", sys.stderr, quiet=True)
         return output.exit_code(sink)
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(document(checked), indent=2))
         return output.write(checked.plan, options.output) if options.output else output.CLEAN
     command = _command(options, checked.found.best[0].micro_batches)
-    lines = *run_text(made, checked), f"its estimate in full: {command}"
+    lines = *run_text(suggestion, checked), f"its estimate in full: {command}"
     print("", *lines, sep="\n", file=stream)
     return output.write(checked.plan, options.output)
 

@@ -76,8 +76,8 @@ def _title(row: str) -> Iterator[StyledText]:
 
 def _split_styles(row: str) -> Iterator[StyledText]:
     end = 0
-    for found in _STYLED.finditer(row):
-        yield row[end : found.start()], ""
-        yield found[0], found.lastgroup or ""
-        end = found.end()
+    for styled in _STYLED.finditer(row):
+        yield row[end : styled.start()], ""
+        yield styled[0], styled.lastgroup or ""
+        end = styled.end()
     yield row[end:], ""

@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     sink = Sink()
     options.set, settings = split_settings(options.set)
     compiled = output.compile_options(options, sink)
-    found = transfer_of(
+    transfer = transfer_of(
         compiled,
         options.serve,
         sink,
@@ -47,8 +47,8 @@ def run(options: argparse.Namespace) -> int:
         hardware=options.hardware,
     )
     output.show(sink, "full", sys.stderr, quiet=True)
-    if found and options.format == "json":
-        print(json.dumps(found.document, indent=1))
-    elif found:
-        terminal.show(f"{found}\n")
+    if transfer and options.format == "json":
+        print(json.dumps(transfer.document, indent=1))
+    elif transfer:
+        terminal.show(f"{transfer}\n")
     return output.exit_code(sink)

@@ -34,12 +34,12 @@ def repeat(
 
 
 def _files(compiled: list[Compiled]) -> set[Path]:
-    found = set()
-    for one in compiled:
-        files = one.files if isinstance(one.files, tuple) else ()
-        found |= {Path(f.origin.source.name) for f in files}
-        found |= {Path(one.facts.config_name)} if one.facts else set()
-    return found
+    paths = set()
+    for compiled_plan in compiled:
+        files = compiled_plan.files if isinstance(compiled_plan.files, tuple) else ()
+        paths |= {Path(f.origin.source.name) for f in files}
+        paths |= {Path(compiled_plan.facts.config_name)} if compiled_plan.facts else set()
+    return paths
 
 
 def _state(files: set[Path]) -> dict[Path, float]:
