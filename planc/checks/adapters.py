@@ -87,7 +87,7 @@ def _experts(rule: AdapterRule, sink: Sink) -> bool:
 
 def _dora(rule: AdapterRule, plan: Plan, sink: Sink) -> None:
     """PL180 where DoRA is of an embedding, or of a layer that trains itself."""
-    trains = (own for own in plan.freezes if own.trainable)
+    trains = (rule_of_train for rule_of_train in plan.freezes if rule_of_train.trainable)
     trained = next((t for t in trains if t.modules.overlap(rule.modules)), None)
     if rule.modules.module.kind == "embedding":
         sink.error(
@@ -112,16 +112,17 @@ def _rank(rule: AdapterRule, sink: Sink) -> None:
     module = rule.modules.module
     if rule.adapt.parameters:
         sizes = (p.shape[1:] for p in weights_of_experts(module))
-        one, two = min(sizes, key=min)
+        inputs, outputs = min(sizes, key=min)
     else:
-        one, two = in_out_features(module)
-    if rule.adapt.rank > min(one, two):
+        inputs, outputs = in_out_features(module)
+    most = min(inputs, outputs)
+    if rule.adapt.rank > most:
         sink.warning(
             "PL182",
             f"an adapter of rank {rule.adapt.rank:,} is no smaller than `{rule.modules}`",
             rule.origin,
-            facts=[f"the layer has {one:,} input and {two:,} output features"],
-            help=f"the rank can be at most {min(one, two):,}; train the layer itself beyond that",
+            facts=[f"the layer has {inputs:,} input and {outputs:,} output features"],
+            help=f"the rank can be at most {most:,}; train the layer itself beyond that",
         )
 
 

@@ -69,12 +69,12 @@ def _heads(rule: ContextRule, plan: Plan, facts: Facts, sink: Sink) -> None:
             sink.error("PL542", message, op.origin, help=help)
             return
         ranks = op.ulysses_ranks(size)
-        every = plan.mesh.size(*tensor) * ranks
+        sharing_ranks = plan.mesh.size(*tensor) * ranks
         for field, kind in kinds.items():
             heads = facts.config.get(field)
-            if isinstance(heads, int) and heads % every and ranks > 1:
-                some = rule.axis if ranks == size else f"{ranks} ranks of {rule.axis}"
-                where = " * ".join((*tensor, some)) + f" = {every}" * (
+            if isinstance(heads, int) and heads % sharing_ranks and ranks > 1:
+                context_ranks = rule.axis if ranks == size else f"{ranks} ranks of {rule.axis}"
+                where = " * ".join((*tensor, context_ranks)) + f" = {sharing_ranks}" * (
                     ranks == size or bool(tensor)
                 )
                 sink.error(

@@ -41,8 +41,10 @@ def _not_experts(rule: ExpertRule, plan: Plan) -> tuple[str, *tuple[Label, ...]]
     """The reason why ranks cannot hold different experts of the modules, and the lines at fault."""
     module, name = rule.modules.module, f"`{rule.modules}`"
     if expert_count(module) is None:
-        own = ", ".join(f"{p.name} {list(p.shape)}" for p in module.parameters[:2])
-        text = f"its parameters are {own}" if own else "it has no parameters of its own"
+        parameters = ", ".join(f"{p.name} {list(p.shape)}" for p in module.parameters[:2])
+        text = (
+            f"its parameters are {parameters}" if parameters else "it has no parameters of its own"
+        )
         return (f"{name} ({module.cls}) has no fused experts: {text}",)
     if module.count > sum(p.numel for p in module.parameters):
         return (f"{name} has parameters inside other modules, which all of its experts share",)
@@ -186,24 +188,29 @@ def _units(experts: ExpertMesh, plan: Plan, facts: Facts, sink: Sink) -> None:
     rest = (experts.rest.name,)
     outer = _outer_axes(experts, plan)
     equal = (plan.mesh.wide(rest), outer)
-    every = plan.fsdp is not None and plan.mesh.wide(plan.fsdp.shard) == outer
+    all_ranks = plan.fsdp is not None and plan.mesh.wide(plan.fsdp.shard) == outer
     wrong: dict[object, list[Owned]] = {}
-    for own in owned_modules(plan, facts):
-        part = own.spread or own.unit
-        divided = any(rule.modules.overlap(own.modules) for rule in dividing(plan))
+    for assignment in owned_modules(plan, facts):
+        part = assignment.spread or assignment.unit
+        divided = any(rule.modules.overlap(assignment.modules) for rule in dividing(plan))
         if divided and plan.fsdp and part:
             fits = plan.mesh.wide(plan.fsdp.axes(part)[0]) in equal
         elif divided:
             # without FSDP, nothing sums the gradients of the ranks with the same experts
-            fits = not own.has_trainable or (plan.fsdp is None and experts.rest.size == 1)
+            fits = not assignment.has_trainable or (plan.fsdp is None and experts.rest.size == 1)
         else:
-            fits = part is None or part.shard != rest or every
+            fits = part is None or part.shard != rest or all_ranks
         if not fits:
-            wrong.setdefault(part, []).append(own)
-    for found in wrong.values():
-        placed = found[0].spread or found[0].unit
-        named = several(own.modules for own in found)
-        rules = [r for r in dividing(plan) for own in found if r.modules.overlap(own.modules)]
+            wrong.setdefault(part, []).append(assignment)
+    for assignments in wrong.values():
+        placed = assignments[0].spread or assignments[0].unit
+        named = several(assignment.modules for assignment in assignments)
+        rules = [
+            r
+            for r in dividing(plan)
+            for assignment in assignments
+            if r.modules.overlap(assignment.modules)
+        ]
         labels = [Label(span=r.origin, text="expert-parallel here") for r in rules[:1]]
         labels += [Label(span=placed.origin, text="their unit")] if placed else []
         labels = labels or [Label(span=plan.fsdp.origin if plan.fsdp else plan.origin)]

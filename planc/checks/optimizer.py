@@ -51,16 +51,18 @@ def optimizer(plan: Plan, facts: Facts, sink: Sink) -> None:
             what = "matrix" if isinstance(rule.op.algorithm, Muon) else "parameter"
             message = f"this rule steps no {what}: other rules take those of `{rule.modules}`"
             sink.warning("PL579", message, rule.origin, help="remove the rule")
-    found: dict[_Finding, list[Modules]] = {}  # modules that a unit divides have the same
+    modules_by_finding: dict[
+        _Finding, list[Modules]
+    ] = {}  # modules that a unit divides have the same
     blocks = ((cut[0], _blocks(*cut)) for cut in cut_rows(plan, facts))
     for step, findings in chain(blocks, _matrices(steps, plan, facts)):
-        for one in findings:
-            found.setdefault(one, []).append(step.modules)
-    for one, modules in found.items():
-        name = several(modules, f".{one.parameter}")
-        message, facts_ = one.message.replace("{}", name), [*one.facts]
-        labels = [one.label] if one.label else []
-        sink.error(one.code, message, one.origin, *labels, facts=facts_, help=one.help)
+        for finding in findings:
+            modules_by_finding.setdefault(finding, []).append(step.modules)
+    for finding, modules in modules_by_finding.items():
+        name = several(modules, f".{finding.parameter}")
+        message, facts_ = finding.message.replace("{}", name), [*finding.facts]
+        labels = [finding.label] if finding.label else []
+        sink.error(finding.code, message, finding.origin, *labels, facts=facts_, help=finding.help)
 
 
 def _report_undecided(steps: list[Stepped], plan: Plan, sink: Sink) -> None:
@@ -70,9 +72,9 @@ def _report_undecided(steps: list[Stepped], plan: Plan, sink: Sink) -> None:
     partly = {s.modules for s in steps if s.rule is not None}
     sets: dict[str, list[Modules]] = {}
     for step in left:
-        own = f".{step.parameter.name}" if step.modules in partly else ""
-        sets.setdefault(own, []).append(step.modules)
-    texts = [several(dict.fromkeys(some), own) for own, some in sets.items()]
+        ending = f".{step.parameter.name}" if step.modules in partly else ""
+        sets.setdefault(ending, []).append(step.modules)
+    texts = [several(dict.fromkeys(some), ending) for ending, some in sets.items()]
     names = one_of(texts, last="and")
     sink.error(
         "PL575",
@@ -93,16 +95,16 @@ def _check_ties(steps: list[Stepped], facts: Facts, sink: Sink) -> None:
         for other in others:
             if first is None or other is None or first.rule is None or other.rule is None:
                 continue
-            one, two = first.rule, other.rule
-            same = replace(one.op, modules=two.op.modules) == two.op
-            same = same and all(getattr(one, name) == getattr(two, name) for name in _UNITS)
-            if same or first.modules.is_within(two.modules):
+            rule, other_rule = first.rule, other.rule
+            same = replace(rule.op, modules=other_rule.op.modules) == other_rule.op
+            same = same and all(getattr(rule, name) == getattr(other_rule, name) for name in _UNITS)
+            if same or first.modules.is_within(other_rule.modules):
                 continue
             sink.error(
                 "PL102",
                 f"two rules decide the optimizer of one tensor, `{group[0]}`",
-                one.origin,
-                Label(span=two.origin, text="and here"),
+                rule.origin,
+                Label(span=other_rule.origin, text="and here"),
                 facts=[f"`{other.modules}.{other.parameter.name}` is tied to it"],
                 help="write one rule on both modules",
             )
@@ -112,8 +114,8 @@ _UNITS = ("per", "parts", "interleaved")
 
 
 def _step_of(name: str, steps: list[Stepped]) -> Stepped | None:
-    owner, _, own = name.rpartition(".")
-    return next((s for s in steps if s.parameter.name == own and s.modules.has(owner)), None)
+    owner, _, parameter = name.rpartition(".")
+    return next((s for s in steps if s.parameter.name == parameter and s.modules.has(owner)), None)
 
 
 def _blocks(step: Stepped, rule: OptimizerRule, slices: tuple[int, ...]) -> Iterator[_Finding]:

@@ -50,8 +50,8 @@ class TiedStyles:
 
     @property
     def message(self) -> str:
-        one, two = self.names
-        return f"`{one}` and `{two}` are tied, and the plan shards them differently"
+        first, second = self.names
+        return f"`{first}` and `{second}` are tied, and the plan shards them differently"
 
 
 def tied_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
@@ -63,9 +63,11 @@ def tied_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
     for pair in split_apart(plan, facts) if "tensor" not in plan.broken else ():
         sink.warning("PL401", pair.message, *pair.labels, facts=pair.facts, help=TiedStyles.HELP)
     parted: list[_Parted] = []
-    for one, two in _pairs(facts) if plan.fsdp is not None and "fsdp" not in plan.broken else ():
-        units = _units(one, two, plan, sink)
-        parted += [_Parted(one, two, *units)] if units else []
+    for first, second in (
+        _pairs(facts) if plan.fsdp is not None and "fsdp" not in plan.broken else ()
+    ):
+        units = _units(first, second, plan, sink)
+        parted += [_Parted(first, second, *units)] if units else []
     _report_tied(parted, facts, sink)
 
 
@@ -79,52 +81,56 @@ def _pairs(facts: Facts) -> Iterator[tuple[Half, Half]]:
 def _split(half: Half, plan: Plan) -> tuple[TensorRule, int] | None:
     """The first rule that shards a tensor by one of its names, and the dim."""
     _, modules, parameter = half
-    own = (r for r in active(plan) if r.modules.overlap(modules))
-    return next(((r, split.dim) for r in own if (split := r.split(parameter))), None)
+    rules = (r for r in active(plan) if r.modules.overlap(modules))
+    return next(((r, split.dim) for r in rules if (split := r.split(parameter))), None)
 
 
 def split_apart(plan: Plan, facts: Facts) -> Iterator[TiedStyles]:
     """Yields the pairs of tied parameters that the plan shards differently."""
     for pair in _pairs(facts):
         splits = [_split(half, plan) for half in pair]
-        one, two = (each and (each[0].axis, each[1]) for each in splits)
-        if one == two:
+        first_split, second_split = (each and (each[0].axis, each[1]) for each in splits)
+        if first_split == second_split:
             continue
-        found = [(half[0], *each) for half, each in zip(pair, splits, strict=True) if each]
+        named_splits = [(half[0], *each) for half, each in zip(pair, splits, strict=True) if each]
         labels = [
             Label(span=rule.origin, text=f"{name} is sharded on dim {dim}")
-            for name, rule, dim in found
+            for name, rule, dim in named_splits
         ]
         yield TiedStyles(
             names=(pair[0][0], pair[1][0]),
-            labels=(*labels, axis_label(plan, found[0][1])),
+            labels=(*labels, axis_label(plan, named_splits[0][1])),
             replicated=tuple(h[0] for h, each in zip(pair, splits, strict=True) if not each),
         )
 
 
-def _is_separated(one: Half, two: Half, plan: Plan, sink: Sink) -> bool:
+def _is_separated(first: Half, second: Half, plan: Plan, sink: Sink) -> bool:
     """Whether one name is ignored, which takes the other name out of its unit too."""
     section = plan.fsdp
     assert section is not None
     said = [
         (next((i for i in section.ignored if holds(i.modules, half[1])), None), half)
-        for half in (one, two)
+        for half in (first, second)
     ]
     ignored = [(i, half) for i, half in said if i]
     if len(ignored) == 1:
-        own, half = ignored[0]
-        other = two if half is one else one
+        rule, half = ignored[0]
+        other = second if half is first else first
         message = f"`{half[0]}` and `{other[0]}` are tied, and only one of them is ignored"
-        sink.error("PL402", message, own.origin, help=f"ignore `{other[1]}` too, or neither")
+        sink.error("PL402", message, rule.origin, help=f"ignore `{other[1]}` too, or neither")
     return bool(ignored)
 
 
-def _units(one: Half, two: Half, plan: Plan, sink: Sink) -> tuple[Unit | None, Unit | None] | None:
+def _units(
+    first_half: Half, second_half: Half, plan: Plan, sink: Sink
+) -> tuple[Unit | None, Unit | None] | None:
     """The two units that separate a tensor; None where there are none, or they were reported."""
-    if _is_separated(one, two, plan, sink):
+    if _is_separated(first_half, second_half, plan, sink):
         return None
-    first, second = unit_of(plan, one[1]), unit_of(plan, two[1])
-    alike = first is second and (first is None or first.group or first.root or one[1] == two[1])
+    first, second = unit_of(plan, first_half[1]), unit_of(plan, second_half[1])
+    alike = first is second and (
+        first is None or first.group or first.root or first_half[1] == second_half[1]
+    )
     return None if alike else (first, second)
 
 
@@ -160,9 +166,9 @@ def _sharing(several: Sequence[_Parted]) -> tuple[str, str]:
     return ".".join(ones[0][:depth]), ".".join(two[: len(two) - away])
 
 
-def _heads(one: str, two: str) -> tuple[str, str]:
+def _heads(first: str, second: str) -> tuple[str, str]:
     """Two names of one tensor without their common suffix: the modules that share it."""
-    mine, other = one.split("."), two.split(".")
+    mine, other = first.split("."), second.split(".")
     while mine and other and mine[-1] == other[-1]:
         mine.pop()
         other.pop()
@@ -177,25 +183,27 @@ def ignored_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
     section = plan.fsdp
     if section is None or not section.ignored:
         return
-    for one in section.ignored:
-        _report_conflict(one, plan, sink)
+    for rule in section.ignored:
+        _report_conflict(rule, plan, sink)
     if plan.mesh.size(*section.shard, *section.replicate) == 1 or not plan.freezes_known:
         return
-    found: dict[Ignored, list[str]] = {}
-    for own in owned_modules(plan, facts):
-        if own.ignored is not None:
-            trained = [p for p in own.modules.module.parameters if own.trains(p)]
-            found.setdefault(own.ignored, []).extend(f"{own.modules}.{p.name}" for p in trained)
-    for one, names in found.items():
+    names_by_rule: dict[Ignored, list[str]] = {}
+    for assignment in owned_modules(plan, facts):
+        if assignment.ignored is not None:
+            trained = [p for p in assignment.modules.module.parameters if assignment.trains(p)]
+            names_by_rule.setdefault(assignment.ignored, []).extend(
+                f"{assignment.modules}.{p.name}" for p in trained
+            )
+    for rule, names in names_by_rule.items():
         if names:
             more = ", ..." if len(names) > 3 else ""
             shown = ", ".join(f"`{n}`" for n in names[:3]) + more
             message = f"FSDP does not reduce the gradients of {shown}, which are ignored and train"
-            help = f"freeze them: `train {{` and in it `{one.modules} : frozen`"
-            sink.error("PL440", message, one.origin, help=help)
+            help = f"freeze them: `train {{` and in it `{rule.modules} : frozen`"
+            sink.error("PL440", message, rule.origin, help=help)
 
 
-def _report_conflict(one: Ignored, plan: Plan, sink: Sink) -> None:
+def _report_conflict(ignore: Ignored, plan: Plan, sink: Sink) -> None:
     """A style makes weights DTensors and a unit shards them: that rule or `ignore` is wrong."""
     assert plan.fsdp is not None
     units = ((member, u.origin) for u in plan.fsdp.units for member in u.members)
@@ -203,11 +211,11 @@ def _report_conflict(one: Ignored, plan: Plan, sink: Sink) -> None:
     rules = (r for r in plan.tensor if not isinstance(r.style, Attributes | Input | Output))
     said += [(rule.modules, rule.origin, "a style") for rule in rules]
     for modules, origin, what in said:
-        if modules.is_within(one.modules):
+        if modules.is_within(ignore.modules):
             sink.error(
                 "PL441",
                 f"`{modules}` is ignored, and has {what}",
-                Label(span=one.origin, text=f"ignores `{one.modules}`"),
+                Label(span=ignore.origin, text=f"ignores `{ignore.modules}`"),
                 Label(span=origin, text=f"sets {what}"),
                 help="keep one of the two",
             )

@@ -88,7 +88,9 @@ def _without_training(plan: Plan, facts: Facts, op: Pipeline) -> Iterator[tuple[
     section = plan.adapters if plan.adapters and plan.adapters.rules else None
     if section is None and not plan.freezes:
         return
-    trained = [own.modules for own in owned_modules(plan, facts) if own.has_trainable]
+    trained = [
+        assignment.modules for assignment in owned_modules(plan, facts) if assignment.has_trainable
+    ]
     for stage in range(op.stages):
         if any(modules.is_within(part) for modules in trained for part in op.stage_modules(stage)):
             continue

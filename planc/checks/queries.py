@@ -41,20 +41,20 @@ def rules_by_parent(
     facts: Facts, rules: Sequence[TensorRule]
 ) -> Iterator[tuple[Modules, tuple[TensorRule, ...]]]:
     """The parent modules of the rules, each set once, with the rules on their children."""
-    found = dict.fromkeys(p for rule in rules for p in facts.parents(rule.modules))
-    return ((parent, tuple(child_rules(parent, rules))) for parent in found)
+    parents = dict.fromkeys(p for rule in rules for p in facts.parents(rule.modules))
+    return ((parent, tuple(child_rules(parent, rules))) for parent in parents)
 
 
 def splits_output(rule: TensorRule) -> bool:
     """Whether a rule shards its module's output by features."""
-    made = contract(rule.style)
-    return made.splits is Side.OUT and _last(made.gives[0].target)
+    style_contract = contract(rule.style)
+    return style_contract.splits is Side.OUT and _last(style_contract.gives[0].target)
 
 
 def takes_split(rule: TensorRule) -> bool:
     """Whether a rule takes an input that is sharded by features."""
-    made = contract(rule.style)
-    return made.splits is Side.IN and _last(made.takes[0].source)
+    style_contract = contract(rule.style)
+    return style_contract.splits is Side.IN and _last(style_contract.takes[0].source)
 
 
 def _last(layout: object) -> bool:
@@ -107,18 +107,20 @@ def _field_values(config: Mapping[str, Any], fields: Collection[str]) -> set[Any
     return {config[field] for field in fields if isinstance(config.get(field), int)}.union(*inner)
 
 
-def several(sets: Iterable[Modules], own: str = "") -> str:
+def several(sets: Iterable[Modules], ending: str = "") -> str:
     """Sets of modules as one text, `model.layers[0:26].self_attn.{q,k}_norm` in backticks: sets
-    that differ in their indices or their last name only are written once. With `own`, such as
+    that differ in their indices or their last name only are written once. With `ending`, such as
     `.weight`, after each.
     """
-    return one_of((f"`{path}{own}`" for path in together(map(str, merge_sets(sets)))), last="and")
+    return one_of(
+        (f"`{path}{ending}`" for path in together(map(str, merge_sets(sets)))), last="and"
+    )
 
 
 def divisors(number: int, largest: int | None = None) -> tuple[int, ...]:
     """The divisors of a number that are not above a limit, in order."""
-    found = {d for n in range(1, int(number**0.5) + 1) if number % n == 0 for d in (n, number // n)}
-    return tuple(sorted(d for d in found if d <= (largest or number)))
+    pairs = {d for n in range(1, int(number**0.5) + 1) if number % n == 0 for d in (n, number // n)}
+    return tuple(sorted(d for d in pairs if d <= (largest or number)))
 
 
 def report_nested(rules: Sequence[Any], code: str, word: str, help: str, sink: Sink) -> None:

@@ -21,7 +21,7 @@ def replicated_parameters(plan: Plan, facts: Facts) -> list[tuple[int, str]] | N
     their names as of `Modules`; None where no rule splits anything.
     """
     rules = _splitting(plan)
-    every = (*rules, *expert_styles(plan))
+    all_rules = (*rules, *expert_styles(plan))
     if not rules or "tensor" in plan.broken:
         return None
     whole: list[tuple[int, str]] = []
@@ -29,7 +29,7 @@ def replicated_parameters(plan: Plan, facts: Facts) -> list[tuple[int, str]] | N
     for modules in facts.model.below():
         for parameter in modules.module.parameters:
             left: list[Modules] = list(modules.parts_outside(shared))
-            for rule in every:
+            for rule in all_rules:
                 if rule.split(parameter):
                     left = [rest for part in left for rest in part.minus(rule.modules)]
             whole.extend((parameter.numel * len(part), f"{part}.{parameter.name}") for part in left)
@@ -60,5 +60,5 @@ def _shared_modules(axis: str, plan: Plan, facts: Facts) -> list[Modules]:
     section = plan.fsdp
     if section is None or not any(section.extra_axes(part) for part in section.parts):
         return []
-    own = ((o.modules, o.spread or o.unit) for o in owned_modules(plan, facts))
-    return [m for m, part in own if part and axis in section.axes(part)[0]]
+    placements = ((o.modules, o.spread or o.unit) for o in owned_modules(plan, facts))
+    return [m for m, part in placements if part and axis in section.axes(part)[0]]

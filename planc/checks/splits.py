@@ -47,11 +47,11 @@ def attention_heads(plan: Plan, facts: Facts, sink: Sink) -> None:
     groups, so both query heads and key/value heads must divide. Otherwise the forward pass fails in
     that view, or each rank pairs the wrong heads.
     """
-    found: dict[tuple[HeadSplit, ...], list[Modules]] = {}
-    for parent, own in rules_by_parent(facts, active(plan)):
-        heads = _without_fused([*_splits(own, parent.module)])
-        found.setdefault(tuple(heads), []).append(parent)
-    for splits, attentions in found.items():
+    attentions_by_heads: dict[tuple[HeadSplit, ...], list[Modules]] = {}
+    for parent, rules_inside in rules_by_parent(facts, active(plan)):
+        heads = _without_fused([*_splits(rules_inside, parent.module)])
+        attentions_by_heads.setdefault(tuple(heads), []).append(parent)
+    for splits, attentions in attentions_by_heads.items():
         _attention(_together(attentions), splits, plan, facts, sink)
 
 
@@ -166,8 +166,8 @@ def divisibility(plan: Plan, facts: Facts, sink: Sink) -> None:
     for rule in sharding_rules(active(plan)):
         if not isinstance(rule.style, Colwise | Rowwise) or rule.style.parts != 1:
             continue  # PL220 speaks of them
-        every = rule.modules.module.parameters
-        size = next((p.shape[split.dim] for p in every if (split := rule.split(p))), None)
+        parameters = rule.modules.module.parameters
+        size = next((p.shape[split.dim] for p in parameters if (split := rule.split(p))), None)
         if size is not None and size % ranks(plan, rule) and not _by_head(rule, facts):
             _report(rule, size, plan, facts, sink)
 
@@ -277,17 +277,17 @@ def grouped_experts(plan: Plan, facts: Facts, sink: Sink) -> None:
     Observed with torch 2.13: "strides should be multiple of 16 bytes" in the first forward, or in
     the first backward for the output features of a weight that is [experts, out, in].
     """
-    found: dict[object, list[_Rows]] = {}
-    for own in owned_modules(plan, facts) if "fsdp" not in plan.broken else ():
-        if not own.modules.module.fact(GROUPED):
+    rows_by_key: dict[object, list[_Rows]] = {}
+    for assignment in owned_modules(plan, facts) if "fsdp" not in plan.broken else ():
+        if not assignment.modules.module.fact(GROUPED):
             continue
-        precision = plan.fsdp.policy(own.unit) if plan.fsdp else None
-        for modules, rules in split_by_rules(own.modules, plan.tensor):
+        precision = plan.fsdp.policy(assignment.unit) if plan.fsdp else None
+        for modules, rules in split_by_rules(assignment.modules, plan.tensor):
             rows = min(_unaligned_rows(modules, rules, precision, plan), key=_size, default=None)
             if rows is not None:
                 origins = tuple(rule.origin for rule in rules)
-                found.setdefault((rows.parameter, rows.dtype, origins), []).append(rows)
-    for same in found.values():
+                rows_by_key.setdefault((rows.parameter, rows.dtype, origins), []).append(rows)
+    for same in rows_by_key.values():
         _unreadable(same, plan, sink)
 
 

@@ -18,17 +18,17 @@ def stated_layouts(plan: Plan, facts: Facts, sink: Sink) -> None:
     if "tensor" in plan.broken:
         return
     lacking: dict[str, list[TensorRule]] = {}
-    for found in layout_errors(plan, facts):
-        if isinstance(found, LayoutClash):
+    for error in layout_errors(plan, facts):
+        if isinstance(error, LayoutClash):
             sink.warning(
                 "PL160",
                 "stated layouts do not go with what flows between the modules",
-                *found.origins,
-                facts=[found.text],
+                *error.origins,
+                facts=[error.text],
                 help="state how the weights are split, and `sequence = auto`: planc infers layouts",
             )
         else:
-            lacking.setdefault(style_text(found.style), []).append(found)
+            lacking.setdefault(style_text(error.style), []).append(error)
     for style, rules in lacking.items():
         _report(style, rules, sink)
 

@@ -109,10 +109,10 @@ def style_targets(plan: Plan, facts: Facts, sink: Sink) -> None:
     a linear with a transposed weight, has planc's own style.
     """
     for rule in plan.tensor:
-        found = unfit(rule.style, rule.modules.module)
-        if found is None:
+        unfitness = unfit(rule.style, rule.modules.module)
+        if unfitness is None:
             continue
-        reason, advice = found
+        reason, advice = unfitness
         module = rule.modules.module
         message = f"`{rule.modules}` does not support `{ir.style_name(rule.style)}`: {reason}"
         sink.error(
@@ -137,25 +137,32 @@ def module_parameters(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 
 def _names(rule: TensorRule, style: Parameters | Experts, sink: Sink) -> None:
-    own = {p.name: p for p in rule.modules.module.parameters}
+    parameters = {p.name: p for p in rule.modules.module.parameters}
     for name, stated in style.layouts:
-        if name not in own:
-            there = one_of((f"`{n}`" for n in own), last="and") if own else "no parameters"
+        if name not in parameters:
+            there = (
+                one_of((f"`{n}`" for n in parameters), last="and")
+                if parameters
+                else "no parameters"
+            )
             sink.error(
                 "PL222",
                 f"`{rule.modules}` has no parameter `{name}`",
                 rule.origin,
                 facts=[f"it is a {rule.modules.module.cls}, and has {there}"],
-                help=did_you_mean(name, own),
+                help=did_you_mean(name, parameters),
             )
             continue
-        dims = len(own[name].shape)
+        dims = len(parameters[name].shape)
         if isinstance(stated.layout, Shard) and not -dims <= stated.layout.dim < dims:
             message = f"`{rule.modules}.{name}` has no dim {stated.layout.dim}"
             sink.error(
-                "PL222", message, rule.origin, facts=[f"its shape is {list(own[name].shape)}"]
+                "PL222",
+                message,
+                rule.origin,
+                facts=[f"its shape is {list(parameters[name].shape)}"],
             )
-    left = [n for n in own if n not in dict(style.layouts)]
+    left = [n for n in parameters if n not in dict(style.layouts)]
     if left and isinstance(style, Experts):
         names = one_of((f"`{n}`" for n in left), last="and")
         sink.error(
@@ -214,8 +221,8 @@ def split_attributes(plan: Plan, facts: Facts, sink: Sink) -> None:
 
 def _missing(rule: TensorRule, name: str, sink: Sink) -> None:
     module = rule.modules.module
-    own = {n: v for n, v in module.facts if n not in _NO_COUNTS}
-    there = one_of((f"`{n}` = {v:,}" for n, v in own.items()), last="and") or "none of them"
+    counts = {n: v for n, v in module.facts if n not in _NO_COUNTS}
+    there = one_of((f"`{n}` = {v:,}" for n, v in counts.items()), last="and") or "none of them"
     sink.error(
         "PL677",
         f"`{rule.modules}` has no attribute `{name}` to split",
@@ -224,7 +231,7 @@ def _missing(rule: TensorRule, name: str, sink: Sink) -> None:
             f"the attributes that planc knows of libraries: {', '.join(_COUNTS)}",
             f"it is a {module.cls}, which has {there}",
         ],
-        help=did_you_mean(name, own, "name the attribute by which its code splits features")
-        if own
+        help=did_you_mean(name, counts, "name the attribute by which its code splits features")
+        if counts
         else "remove the rule where its code infers the number of heads from the features",
     )

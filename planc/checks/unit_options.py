@@ -61,8 +61,8 @@ def _why(count: int, size: int) -> str:
 def backend(plan: Plan, facts: Facts, sink: Sink) -> None:
     """Another library than torch says itself what it refuses."""
     if plan.fsdp is not None and plan.fsdp.backend is not None and "fsdp" not in plan.broken:
-        own = plan.fsdp.backend
-        own.part("checks").check(plan, plan.fsdp, own, facts, sink)
+        operation = plan.fsdp.backend
+        operation.part("checks").check(plan, plan.fsdp, operation, facts, sink)
 
 
 def unit_axes(plan: Plan, facts: Facts, sink: Sink) -> None:
@@ -75,18 +75,18 @@ def unit_axes(plan: Plan, facts: Facts, sink: Sink) -> None:
     section = plan.fsdp
     if section is None or "fsdp" in plan.broken:
         return
-    found = list(owned_modules(plan, facts))
+    assignments = list(owned_modules(plan, facts))
     for part in section.parts:
         if part.shard is not None:
             _axes(part, section, plan, sink)
-            _check_styled(part, found, section, plan, sink)
+            _check_styled(part, assignments, section, plan, sink)
     for part in section.parts if section.shard and "tensor" not in plan.broken else ():
-        own = list(placed_parameters(part, found, plan))
+        parameters = list(placed_parameters(part, assignments, plan))
         ranks = plan.mesh.size(*section.axes(part)[0])
         if part.shard_dim > 0:
-            _dim(part, own, ranks, sink)
+            _dim(part, parameters, ranks, sink)
         if part.shard_dim >= 0 and "expert" not in plan.broken:
-            _short(part, own, ranks, sink)
+            _short(part, parameters, ranks, sink)
 
 
 def _axes(unit: Unit | SpreadRule, section: Fsdp, plan: Plan, sink: Sink) -> None:
@@ -97,8 +97,10 @@ def _axes(unit: Unit | SpreadRule, section: Fsdp, plan: Plan, sink: Sink) -> Non
     if "tensor" in plan.broken:
         return
     # what `ep_shard` has of one rank splits nothing, whatever the section is on
-    one = {a.name for a in plan.mesh.axes if a.size == 1 and not set(known).isdisjoint(unit.shard)}
-    either = {*known, *one}
+    single = {
+        a.name for a in plan.mesh.axes if a.size == 1 and not set(known).isdisjoint(unit.shard)
+    }
+    either = {*known, *single}
     wrong = [a for i, a in enumerate(unit.shard) if a not in either or a in unit.shard[:i]]
     if wrong and section.shard:
         named = one_of((f"`{a}`" for a in known), last="and")
@@ -116,7 +118,7 @@ def _axes(unit: Unit | SpreadRule, section: Fsdp, plan: Plan, sink: Sink) -> Non
 
 
 def _check_styled(
-    part: Unit | SpreadRule, found: list[Owned], section: Fsdp, plan: Plan, sink: Sink
+    part: Unit | SpreadRule, assignments: list[Owned], section: Fsdp, plan: Plan, sink: Sink
 ) -> None:
     """PL381: styled parameters are DTensors on their axis' mesh, which FSDP puts beside its own:
     they cannot share an axis. Source: `_init_sharding_spec_tp` in torch's `_fsdp_param`.
@@ -124,12 +126,12 @@ def _check_styled(
     beyond = plan.mesh.wide(section.extra_axes(part))
     if not beyond or {"tensor", "expert"} & plan.broken:
         return
-    own = [o for o in found if (o.spread or o.unit) is part]
+    of_part = [o for o in assignments if (o.spread or o.unit) is part]
     for rule in (*active(plan), *styles(plan)):
         around = isinstance(rule.style, PARAMETERLESS) or rule.style == Replicated()
         if rule.axis not in beyond or around:
             continue
-        both = next((b for o in own if (b := _met(rule, o.modules))), None)
+        both = next((b for o in of_part if (b := _met(rule, o.modules))), None)
         if both is None:
             continue
         sink.error(
@@ -151,10 +153,10 @@ def _met(rule: TensorRule, modules: Modules) -> Modules | None:
 _Held = list[tuple[str, tuple[int, ...]]]
 
 
-def _dim(part: Unit | SpreadRule, own: _Held, ranks: int, sink: Sink) -> None:
+def _dim(part: Unit | SpreadRule, parameters: _Held, ranks: int, sink: Sink) -> None:
     """PL443 where a dim shards nothing; PL382 where it leaves out the largest parameters."""
     dim = part.shard_dim
-    having = [(name, shape) for name, shape in own if len(shape) > dim]
+    having = [(name, shape) for name, shape in parameters if len(shape) > dim]
     uneven = [(name, shape) for name, shape in having if shape[dim] % ranks]
     if len(uneven) == len(having):
         what = f"has a dim {dim} divisible by {ranks}" if having else f"has a dim {dim}"
@@ -182,11 +184,11 @@ _LARGE = 2**20
 """Parameters of one tensor that are worth a word."""
 
 
-def _short(part: Unit | SpreadRule, own: _Held, ranks: int, sink: Sink) -> None:
+def _short(part: Unit | SpreadRule, parameters: _Held, ranks: int, sink: Sink) -> None:
     """PL383: fewer rows than ranks, which FSDP pads on every rank (`padded_sharded_param_size`)."""
     short = [
         (name, shape)
-        for name, shape in own
+        for name, shape in parameters
         if len(shape) > 1
         and 2 * shape[0] <= ranks
         and prod(shape) >= _LARGE

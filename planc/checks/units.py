@@ -82,10 +82,10 @@ def blocks_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
     for modules in facts.model.below():
         if modules.key[-1:] != ("[]",) or not modules.module.count:
             continue
-        some = [(m, u) for m, u in members if m.key == modules.key]
-        if not some or modules.key in done or _is_covered(modules, members):
+        same_list = [(m, u) for m, u in members if m.key == modules.key]
+        if not same_list or modules.key in done or _is_covered(modules, members):
             continue
-        left = modules.parts_outside(member for member, _ in some)
+        left = modules.parts_outside(member for member, _ in same_list)
         if not left:
             continue
         done.add(modules.key)
@@ -94,7 +94,7 @@ def blocks_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
         sink.warning(
             "PL412",
             f"`{left[0]}` ({count} modules) is not a unit, unlike other entries of its list",
-            *(Label(span=u.origin, text="these are") for _, u in some[:1]),
+            *(Label(span=u.origin, text="these are") for _, u in same_list[:1]),
             facts=["its parameters are in the root unit, which stays gathered"],
             help=f"name the whole list: `{siblings}.* : unit`",
         )
@@ -111,9 +111,9 @@ def spread_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
     section = plan.fsdp
     if section is None or not section.spreads or "fsdp" in plan.broken:
         return
-    found = [o for o in owned_modules(plan, facts) if o.unit is not None]
+    assignments = [o for o in owned_modules(plan, facts) if o.unit is not None]
     for spread in section.spreads:
-        own = [o.unit for o in found if o.spread is spread and o.unit]
+        gathering_units = [o.unit for o in assignments if o.spread is spread and o.unit]
         same = plan.mesh.size(*section.extra_axes(spread))
         if section.divide is not None and same > 1:
             sink.error(
@@ -124,7 +124,7 @@ def spread_without_unit(plan: Plan, facts: Facts, sink: Sink) -> None:
                 Label(span=section.divide.origin, text="FSDP has one factor per unit"),
                 help="make the modules a unit: `unit(on = ...)`",
             )
-        if own:
+        if gathering_units:
             continue
         units = [u for u in section.units if any(m.overlap(spread.modules) for m in u.members)]
         sink.error(
@@ -150,11 +150,11 @@ def unreduced_gradients(plan: Plan, facts: Facts, sink: Sink) -> None:
     if plan.mesh.size(*plan.fsdp.shard, *plan.fsdp.replicate) == 1:
         return
     outside = [
-        (own.modules, p)
-        for own in owned_modules(plan, facts)
-        if own.unit is None and own.ignored is None
-        for p in own.modules.module.parameters
-        if own.trains(p)
+        (assignment.modules, p)
+        for assignment in owned_modules(plan, facts)
+        if assignment.unit is None and assignment.ignored is None
+        for p in assignment.modules.module.parameters
+        if assignment.trains(p)
     ]
     if outside:
         names = [f"{m}.{p.name}" for m, p in outside]
@@ -192,15 +192,15 @@ def prefetch(plan: Plan, facts: Facts, sink: Sink) -> None:
     section = plan.fsdp
     if section is None or section.prefetch is None or not section.shard or "fsdp" in plan.broken:
         return
-    found = lists(plan, facts)
-    if not found:
+    unit_lists = lists(plan, facts)
+    if not unit_lists:
         message = "`prefetch` has no effect: no entries of a module list are units"
         help = "make the blocks units: `model.layers.* : unit`"
         sink.error("PL444", message, section.prefetch.origin, help=help)
-    _deep(section.prefetch, found, sink)
+    _deep(section.prefetch, unit_lists, sink)
     if not section.prefetch.backward or not plan.freezes_known:
         return
-    for units in found:
+    for units in unit_lists:
         gap = _skipped_units(units, plan, facts)
         if gap is not None:
             sink.error(
@@ -214,9 +214,9 @@ def prefetch(plan: Plan, facts: Facts, sink: Sink) -> None:
             )
 
 
-def _deep(wanted: Prefetch, found: Iterable[tuple[Modules, ...]], sink: Sink) -> None:
+def _deep(wanted: Prefetch, unit_lists: Iterable[tuple[Modules, ...]], sink: Sink) -> None:
     """A depth of at least the list's length all-gathers the whole list at once."""
-    longest = max((len(entries(units)) for units in found), default=0)
+    longest = max((len(entries(units)) for units in unit_lists), default=0)
     for name in ("forward", "backward"):
         depth = getattr(wanted, name)
         if longest and depth >= longest:
@@ -233,11 +233,13 @@ def _skipped_units(units: tuple[Modules, ...], plan: Plan, facts: Facts) -> Modu
     at = units[0].list_at
     assert at is not None
     first: int | None = None
-    for own in owned_modules(plan, facts):
-        if not own.has_trainable:
+    for assignment in owned_modules(plan, facts):
+        if not assignment.has_trainable:
             continue
-        segment = own.modules.path[at] if len(own.modules.path) > at else ""
-        if own.modules.key[: at + 1] == units[0].key[: at + 1] and not isinstance(segment, str):
+        segment = assignment.modules.path[at] if len(assignment.modules.path) > at else ""
+        if assignment.modules.key[: at + 1] == units[0].key[: at + 1] and not isinstance(
+            segment, str
+        ):
             first = segment.first if first is None else min(first, segment.first)
         elif first is None:
             return None  # a trainable module before the list: the backward pass goes through it
