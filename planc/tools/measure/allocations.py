@@ -101,36 +101,36 @@ class Allocations(Ledger):
 
         def resize_and_note(storage: Any, size: int) -> Any:
             self._note("what", "gathered parameters")
-            made = resize(storage, size)
+            result = resize(storage, size)
             self._note("what", self.last)
-            return made
+            return result
 
-        found: list[Allocated] = []
+        allocations: list[Allocated] = []
         try:
             with (
                 mock.patch.object(torch.UntypedStorage, "resize_", resize_and_note),
-                self._record(found),
+                self._record(allocations),
             ):
                 self.inside = True
                 self.record_part()
                 yield
         finally:
             self.inside = False
-            self._replay(found)
+            self._replay(allocations)
 
     def _stamp(self, note: int) -> None:
         with record_function(f"{LABEL}{note}"):
             pass
 
     @contextmanager
-    def _record(self, found: list[Allocated]) -> Iterator[None]:
+    def _record(self, allocations: list[Allocated]) -> Iterator[None]:
         """Adds the record of what runs inside, at its end."""
         traced = profile(use_cpu=True, use_kineto=True, profile_memory=True)
         try:
             with traced:
                 yield
         finally:
-            found += changes(traced.kineto_results.experimental_event_tree())
+            allocations += changes(traced.kineto_results.experimental_event_tree())
 
     def _replay(self, record: Iterable[Allocated]) -> None:
         live: dict[int, tuple[int, int]] = {}
@@ -162,12 +162,12 @@ class Allocations(Ledger):
 
 def changes(events: Iterable[Any]) -> Iterator[Allocated]:
     """The record of a profile, from its tree of events."""
-    every, left = [], [*events]
+    tree, left = [], [*events]
     while left:
         event = left.pop()
         left += event.children
-        every.append(event)
-    for event in sorted(every, key=lambda event: event.start_time_ns):
+        tree.append(event)
+    for event in sorted(tree, key=lambda event: event.start_time_ns):
         if event.name.startswith(LABEL):
             yield Allocated(int(event.name.removeprefix(LABEL)))
         elif event.name == "[memory]":
@@ -211,7 +211,7 @@ class CudaAllocations(Allocations):
         torch.cuda.memory._set_memory_metadata(str(note))
 
     @contextmanager
-    def _record(self, found: list[Allocated]) -> Iterator[None]:
+    def _record(self, allocations: list[Allocated]) -> Iterator[None]:
         torch.cuda.init()
         torch.cuda.memory._record_memory_history("all", context=None, stacks="python")
         try:
@@ -221,7 +221,7 @@ class CudaAllocations(Allocations):
             traces = torch.cuda.memory._snapshot()["device_traces"]
             torch.cuda.memory._record_memory_history(None)
             torch.cuda.memory._set_memory_metadata("")
-            found += cuda_changes(traces[torch.cuda.current_device()])
+            allocations += cuda_changes(traces[torch.cuda.current_device()])
 
 
 def cuda_changes(trace: Iterable[dict[str, Any]]) -> Iterator[Allocated]:
@@ -264,8 +264,8 @@ class Clock:
         """Seconds of each part; the last one says where it ends."""
         if self.device != "cpu":
             torch.cuda.synchronize()
-        found: Counter[str] = Counter()
+        seconds: Counter[str] = Counter()
         for (part, start), (_, end) in itertools.pairwise(self.stamps):
             passed = end - start if self.device == "cpu" else start.elapsed_time(end) / 1e3
-            found[part] += passed
-        return dict(found)
+            seconds[part] += passed
+        return dict(seconds)

@@ -38,9 +38,9 @@ def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> in
     return flops
 
 
-def _grouped_flops(one: Any, two: Any, *_: Any, **__: Any) -> int:
-    rows = one.shape[0] if one.dim() == 2 else one.shape[0] * one.shape[1]
-    return int(2 * rows * one.shape[-1] * two.shape[-1])
+def _grouped_flops(left: Any, right: Any, *_: Any, **__: Any) -> int:
+    rows = left.shape[0] if left.dim() == 2 else left.shape[0] * left.shape[1]
+    return int(2 * rows * left.shape[-1] * right.shape[-1])
 
 
 _OWN_FLOPS: dict[str, Callable[..., int]] = {
@@ -72,11 +72,11 @@ def _bytes(tensors: list[Tensor]) -> int:
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     packet = getattr(func, "overloadpacket", func)
-    given, named, made = (tree_map_only(Tensor, _local, x) for x in (args, kwargs, out))
-    if own := _OWN_FLOPS.get(str(packet)):
-        return int(own(*given, **named))
+    given, named, result = (tree_map_only(Tensor, _local, x) for x in (args, kwargs, out))
+    if rule := _OWN_FLOPS.get(str(packet)):
+        return int(rule(*given, **named))
     known = flop_registry.get(packet)
-    return int(known(*given, **named, out_val=made)) if known else 0
+    return int(known(*given, **named, out_val=result)) if known else 0
 
 
 def _operator_name(func: Any) -> str:
@@ -157,12 +157,12 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         """The memory that a call writes into."""
         if not hasattr(func, "_schema"):
             return set()
-        found: set[int] = set()
+        addresses: set[int] = set()
         for at, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[at] if at < len(args) else kwargs.get(argument.name)
-                found |= {_memory(t) for t in _tensors(value)}
-        return found
+                addresses |= {_memory(t) for t in _tensors(value)}
+        return addresses
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Takes note of a tensor that autograd saves."""
@@ -243,8 +243,8 @@ class BlockCalls:
             return self.given[like]
         tensors = _tensors((args, kwargs))
         inputs = [t for t in tensors if t.requires_grad] or tensors[:1]
-        own = {_memory(t): _local(t).untyped_storage().nbytes() for t in inputs}
-        size = sum(n for memory, n in own.items() if memory not in self.seen)
+        sizes = {_memory(t): _local(t).untyped_storage().nbytes() for t in inputs}
+        size = sum(n for memory, n in sizes.items() if memory not in self.seen)
         self.seen |= {_memory(t): t for t in inputs}
         recorder = self.running = CallRecorder(inputs)
         with torch.autograd.graph.saved_tensors_hooks(recorder.keep, lambda t: t), recorder:

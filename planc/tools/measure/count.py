@@ -146,10 +146,12 @@ def count(
     with nullcontext(runner) if runner else RankRunner() as running:
         every_layer = exact or bool(device)
         work = _Work(compiled, step, running, every_layer, device, allow_code)
-        every = range(work.places)
-        if other := [place for place in places if place not in every]:
-            raise NotCountedError(f"the pipeline has ranks 0 to {every[-1]}, and no {other[0]}")
-        return [work.rank(place) for place in places or every]
+        pipeline_ranks = range(work.places)
+        if other := [place for place in places if place not in pipeline_ranks]:
+            raise NotCountedError(
+                f"the pipeline has ranks 0 to {pipeline_ranks[-1]}, and no {other[0]}"
+            )
+        return [work.rank(place) for place in places or pipeline_ranks]
 
 
 def _require_images(compiled: Compiled, step: RankStep, device: str) -> None:
@@ -194,10 +196,10 @@ def require_runnable(compiled: Compiled, device: str = "") -> None:
     facts, plan = compiled.facts, compiled.plan
     if facts is None or plan is None or compiled.lowered is None:
         raise NotCountedError("a lowered plan does not say how its modules are split")
-    own = bool(facts.code) or facts.user_model is not None
+    user_defined = bool(facts.code) or facts.user_model is not None
     reasons = {
         cache.not_installed(): cache.missing(),
-        "it is not a transformers model that planc can build": own
+        "it is not a transformers model that planc can build": user_defined
         or "model_type" not in facts.config,
         "it has no list of blocks": not any(block_lists(facts.model)),
     }
@@ -250,16 +252,16 @@ class _Pattern(NamedTuple):
 
     def with_periods(self, periods: Sequence[int]) -> _Pattern:
         """The pattern of the blocks that are left."""
-        made, gone = [], 0
+        windows, gone = [], 0
         for (start, times), left in zip(self.windows, periods, strict=True):
-            made.append((start - gone, left))
+            windows.append((start - gone, left))
             gone += (times - left) * self.period
-        return _Pattern(self.period, tuple(made))
+        return _Pattern(self.period, tuple(windows))
 
 
 def _pattern(kinds: Sequence[Any]) -> _Pattern | None:
     """The pattern that leaves the fewest blocks; None where none repeats often enough."""
-    found: list[tuple[int, _Pattern]] = []
+    patterns: list[tuple[int, _Pattern]] = []
     for period in range(1, len(kinds) // (LEAST + 2) + 1):
         windows, at = [], 0
         while at < len(kinds):
@@ -271,10 +273,12 @@ def _pattern(kinds: Sequence[Any]) -> _Pattern | None:
                 windows.append((at, times))
                 end = at + times * period - 1
             at = end + 1
-        made = _Pattern(period, tuple(windows))
+        pattern = _Pattern(period, tuple(windows))
         if windows:
-            found.append((len(made.remaining_blocks(len(kinds), [LEAST] * len(windows))), made))
-    return min(found)[1] if found else None
+            patterns.append(
+                (len(pattern.remaining_blocks(len(kinds), [LEAST] * len(windows))), pattern)
+            )
+    return min(patterns)[1] if patterns else None
 
 
 class _Chosen(Depth):
@@ -294,12 +298,12 @@ class _Chosen(Depth):
 
     def select_blocks(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """A configuration with these blocks, also in its nested ones."""
-        made = copy.deepcopy(dict(config))
+        selected = copy.deepcopy(dict(config))
         for name, value in config.items():
             if name.endswith("_config") and isinstance(value, Mapping):
-                made[name] = self.select_blocks(value)
-        self.shrink(config, made, dict)
-        return made
+                selected[name] = self.select_blocks(value)
+        self.shrink(config, selected, dict)
+        return selected
 
 
 def shallower(compiled: Compiled, layers: int, sink: Sink, device: str = "") -> Compiled:
@@ -316,12 +320,12 @@ def shallower(compiled: Compiled, layers: int, sink: Sink, device: str = "") -> 
     require_runnable(compiled, device)
     assert compiled.facts is not None
     at = max(block_lists(compiled.facts.model), key=length)
-    every = length(at)
-    if not 0 < layers <= every:
-        raise NotCountedError(f"the model has {every} layers, and {layers} were asked for")
+    depth = length(at)
+    if not 0 < layers <= depth:
+        raise NotCountedError(f"the model has {depth} layers, and {layers} were asked for")
     last = max(1, layers - 1)
-    kept = [round(i * (every - 1) / last) for i in range(layers)]
-    return _with_blocks(compiled, at, kept, sink) if layers < every else compiled
+    kept = [round(i * (depth - 1) / last) for i in range(layers)]
+    return _with_blocks(compiled, at, kept, sink) if layers < depth else compiled
 
 
 def _with_blocks(compiled: Compiled, at: Modules, kept: list[int], sink: Sink) -> Compiled:
@@ -379,12 +383,12 @@ class _Work:
         many rounds are left out; all where there are few, or no even rounds.
         """
         assert self.compiled.plan is not None
-        rule, each, every = self.compiled.plan.pipeline, self.places, self.microbatches
+        rule, each, total = self.compiled.plan.pipeline, self.places, self.microbatches
         few = FILLED * each
-        whole = self.exact or rule is None or rule.op.rank_passes or every % each
-        if whole or every < 2 * few + each:
-            return [(every, 0)]
-        return [(few, 0), (few + each, (every - few) // each)]
+        whole = self.exact or rule is None or rule.op.rank_passes or total % each
+        if whole or total < 2 * few + each:
+            return [(total, 0)]
+        return [(few, 0), (few + each, (total - few) // each)]
 
     @property
     def microbatches(self) -> int:
@@ -404,7 +408,7 @@ class _Work:
         many periods are left out of these; nothing where a shallow model is another one.
         """
         times = [n for _, n in pattern.windows]
-        made = []
+        depths = []
         for more in (0, *sorted({*times})):
             periods = [LEAST + (n == more) for n in times]
             kept = pattern.remaining_blocks(len(kinds), periods)
@@ -415,8 +419,8 @@ class _Work:
             if kinds_of(small, compiled.plan, compiled.facts) != [kinds[i] for i in kept]:
                 return
             small_pattern = pattern.with_periods(periods)
-            made.append((_Depth(compiled, len(kept), small_pattern), max(0, more - LEAST)))
-        yield from made
+            depths.append((_Depth(compiled, len(kept), small_pattern), max(0, more - LEAST)))
+        yield from depths
 
     def rank(self, place: int) -> CountedRank:
         """Counts the memory of one pipeline rank."""
@@ -485,18 +489,18 @@ class _Work:
         if plan.pipeline is None:
             return [(0, depth.blocks)]
         op = plan.pipeline.op
-        own = stages_of_rank(op.schedule, place, self.places, op.stages)
-        return [(op.bounds[i], op.bounds[i + 1]) for i in own]
+        stages = stages_of_rank(op.schedule, place, self.places, op.stages)
+        return [(op.bounds[i], op.bounds[i + 1]) for i in stages]
 
     def _edges(self, depth: _Depth, plan: Plan, place: int) -> Iterator[tuple[str, str]]:
         """The blocks at which a moment of backward begins."""
         period = depth.pattern.period
         for first, end in self._stage_starts(depth, plan, place):
             yield f"{self.at}.{end - 1}", "backward of a layer"
-            own = [w for w in depth.pattern.windows if first <= w[0] < end]
-            for start, times in own:
+            windows = [w for w in depth.pattern.windows if first <= w[0] < end]
+            for start, times in windows:
                 yield f"{self.at}.{start + (times - 1) * period - 1}", "backward of a layer"
-            for at, (start, _) in enumerate(own):
+            for at, (start, _) in enumerate(windows):
                 moment = "backward of a layer" if at else "end of backward"
                 yield f"{self.at}.{start + period - 1}", moment
 
@@ -515,37 +519,37 @@ def _grown(runs: Sequence[Held], parts: Sequence[tuple[object, int]]) -> Held:
     names = [name for name, _ in base]
     if any([name for name, _ in run] != names for run in others):
         raise NotCountedError("its moments differ by what is run of it: use --exact")
-    made = []
+    moments = []
     for at, (name, held) in enumerate(base):
-        found: Counter[str] = Counter(held)
+        bytes_by_kind: Counter[str] = Counter(held)
         for run, (_, left) in zip(others, parts[1:], strict=True):
             more = Counter(run[at][1])
             more.subtract(held)
             for each, size in more.items():
-                found[each] += size * left
-        made.append((name, {what: size for what, size in found.items() if size}))
-    return made
+                bytes_by_kind[each] += size * left
+        moments.append((name, {what: size for what, size in bytes_by_kind.items() if size}))
+    return moments
 
 
 def _largest(moments: Held) -> Held:
     """The peak for each name: the moment that holds the most bytes. Omits the initial moment
     `parameters` if there are others.
     """
-    found: dict[str, Mapping[str, int]] = {}
+    peaks: dict[str, Mapping[str, int]] = {}
     for name, held in moments:
         if name == "parameters" and moments[1:]:
             continue
-        if sum(held.values()) > sum(found.get(name, {}).values()):
-            found[name] = held
-    return [*found.items()]
+        if sum(held.values()) > sum(peaks.get(name, {}).values()):
+            peaks[name] = held
+    return [*peaks.items()]
 
 
 def _less(runs: Sequence[Held]) -> bool:
     """Whether a part of what is held at a moment gets less from a run to the next one."""
     return any(
         name != other or any(size > more.get(what, 0) for what, size in held.items())
-        for one, next_one in pairwise(runs)
-        for (name, held), (other, more) in zip(one, next_one, strict=False)
+        for run, next_one in pairwise(runs)
+        for (name, held), (other, more) in zip(run, next_one, strict=False)
     )
 
 

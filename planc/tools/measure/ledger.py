@@ -52,7 +52,7 @@ class Ledger:
                 held[number] += size
 
     def _by_name(self, held: Counter[int]) -> Held:
-        found: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
         for number, size in held.items():
-            found[self.names[number]] += size
-        return {name: size for name, size in found.items() if size}
+            sizes[self.names[number]] += size
+        return {name: size for name, size in sizes.items() if size}

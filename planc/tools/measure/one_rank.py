@@ -119,10 +119,10 @@ def _answer(job: RankJob) -> dict[str, Any]:
 def why(error: Exception) -> str:
     """Why a rank cannot be run, with the line of the model's code that it is at."""
     stack = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in stack if of_a_model(frame.filename)]
-    at = f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+    model_frames = [frame for frame in stack if of_a_model(frame.filename)]
+    at = f"{Path(model_frames[-1].filename).name}:{model_frames[-1].lineno}" if model_frames else ""
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
-        text = f"`{own[-1].line}`, {at}," if own else "the model's code"
+        text = f"`{model_frames[-1].line}`, {at}," if model_frames else "the model's code"
         return f"{text} reads values of tensors, which fake ones do not have"
     text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return f"torch cannot run {at} on tensors without values: {text}" if at else text
@@ -205,7 +205,7 @@ class _Rank:
     def _measure(self, fake: AbstractContextManager[object]) -> dict[str, Any]:
         """The memory of two steps, and on a device the seconds of some more."""
         values = bool(self.job.device)
-        made: dict[str, Any] = {}
+        answer: dict[str, Any] = {}
         try:
             with ExitStack() as around, ExitStack() as counted:
                 if values:  # what a plan makes while it is applied is held too
@@ -213,8 +213,8 @@ class _Rank:
                 self.held.mark("parameters")
                 run, names = self._apply()
                 beside = isolate_rank(run, self.form, values=values)
-                for one in (quiet(), fake, self._watch(run, names), beside):
-                    around.enter_context(one)
+                for context in (quiet(), fake, self._watch(run, names), beside):
+                    around.enter_context(context)
                 around.enter_context(self.held.with_host())
                 if not values:
                     counted.enter_context(self.held.counting())
@@ -224,29 +224,29 @@ class _Rank:
                 for _ in range(2):
                     self._step(run, optimizer, batches)
                 counted.close()
-                made["form"] = sent_by(run)
+                answer["form"] = sent_by(run)
                 if values:
-                    made["seconds"] = self._time_steps(run, optimizer, batches)
+                    answer["seconds"] = self._time_steps(run, optimizer, batches)
         except RuntimeError as error:
-            made["missed"] = (self.failed or self.what(), _no_memory(error))
+            answer["missed"] = (self.failed or self.what(), _no_memory(error))
         if self.device == "cuda":
-            made["reserved"] = torch.cuda.max_memory_reserved()
-        return made | {"moments": [*self.held.moments()]}
+            answer["reserved"] = torch.cuda.max_memory_reserved()
+        return answer | {"moments": [*self.held.moments()]}
 
     def _time_steps(
         self, run: Run, optimizer: Any, batches: list[dict[str, Tensor]]
     ) -> dict[str, float]:
         """Seconds of the parts of the fastest of some steps."""
-        found: list[dict[str, float]] = []
+        timings: list[dict[str, float]] = []
         end = time.perf_counter() + TIMED_SECONDS
-        while len(found) < TIMED_STEPS and (not found or time.perf_counter() < end):
+        while len(timings) < TIMED_STEPS and (not timings or time.perf_counter() < end):
             self.clock = Clock(self.device)
             self.record_part()
             self._step(run, optimizer, batches)
             self.clock.start_part("end")
-            found.append(self.clock.spent())
+            timings.append(self.clock.spent())
         self.clock = None
-        return min(found, key=lambda parts: sum(parts.values()))
+        return min(timings, key=lambda parts: sum(parts.values()))
 
     def _allocate(self, model: nn.Module) -> None:
         """Gives the model memory; values that are no numbers would meet routers."""
@@ -273,7 +273,7 @@ class _Rank:
             tokens = torch.randint(self._words(), size, device=self.device)
         else:
             tokens = torch.zeros(size, dtype=torch.long, device=self.device)
-        return [{"input_ids": one, "labels": one, **self._images(one)} for one in tokens]
+        return [{"input_ids": ids, "labels": ids, **self._images(ids)} for ids in tokens]
 
     def _with_grids(self, grid: ImageGrid) -> dict[str, Tensor]:
         """A batch of images and their placeholders, whose integers have values: the model's code
@@ -435,9 +435,9 @@ def _no_memory(error: Exception) -> str:
     raise error
 
 
-def _alike(every: list[Any], own: Any, *_: Any) -> None:
+def _alike(objects: list[Any], value: Any, *_: Any) -> None:
     """Replaces an exchange of objects: every rank has this one's."""
-    every[:] = [own] * len(every)
+    objects[:] = [value] * len(objects)
 
 
 def _model(job: RankJob) -> nn.Module:

@@ -112,10 +112,10 @@ class Storages(TorchDispatchMode, Ledger):  # type: ignore[misc]
         )
 
         def resize_and_note(storage: Any, size: int) -> Any:
-            made = resize(storage, size)
+            result = resize(storage, size)
             if storage._cdata in self.known:
                 self._note(storage, "gathered parameters")
-            return made
+            return result
 
         def infer_shapes(*args: Any, **kwargs: Any) -> Any:
             self.aside += 1
