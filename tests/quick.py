@@ -82,7 +82,7 @@ def quick(item):
 
 
 def split_page(page):
-    """The introduction and the sections of a page of tests/specs."""
+    """The introduction and the sections of a page of specifications."""
     return re.split(r"^(?=## )", page.read_text(), flags=re.M)
 
 

@@ -7,8 +7,8 @@ that it does not name is fast, or new, and always runs. Of the slow tests a run 
   row run all tests;
 - the tests of what the last commit or the working tree changes: a file in `planc/NAME/` selects
   the tests in `tests/NAME/`, and the files of tests that import it; a changed Python
-  module below `tests/` selects itself and the files that import it, directly or not, and any
-  other file, such as a specification, the tests in its folder;
+  module below `tests/` selects itself and the files that import it, directly or not, a
+  specification selects `test_specs.py`, and any other file the tests in its folder;
 - the tests that failed in the last run.
 
 `pytest --full` (`make test FULL=1`) selects all tests. So does a run outside of a git checkout,
@@ -87,6 +87,8 @@ def tests_of(changed):
         place, *inside = path.with_suffix("").parts
         if place == "tests" and path.suffix == ".py":
             modules.add(path.stem)
+        elif place == "tests" and path.suffix == ".md":
+            modules.add("test_specs")
         elif place in ("planc", "tests"):
             folders.add(_folder(inside))
         if place == "planc":

@@ -152,7 +152,8 @@ def test_findings_fit_a_narrow_terminal():
 
 
 def goldens():
-    found = [*ROOT.glob("tests/goldens/*.txt"), *ROOT.glob("tests/specs/*.md")]
+    pages = (*ROOT.glob("tests/specs/*.md"), *ROOT.glob("tests/sections/*/*.md"))
+    found = [*ROOT.glob("tests/goldens/*.txt"), *pages]
     return sorted({line for f in found for line in f.read_text().splitlines() if len(line) > 60})
 
 

@@ -40,7 +40,8 @@ def test_outside_of_git_there_is_no_turn(tmp_path, monkeypatch):
 
 
 def test_a_change_belongs_to_the_tests_of_its_folder():
-    paths = selection.tests_of({"planc/checks/targets.py", "tests/specs/loss.md"})
+    page = "tests/sections/loss/loss.md"
+    paths = selection.tests_of({"planc/checks/targets.py", page})
     assert {"tests/checks/test_checks.py", "tests/specs/test_specs.py"} <= paths
     assert "tests/sections/matmul/test_matmul.py" not in paths
     assert selection.tests_of({"docs/faq.md", "README.md", "tests/conftest.py"}) == set()

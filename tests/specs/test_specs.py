@@ -1,4 +1,6 @@
-"""Every example of tests/specs: a plan, a command, what it prints and the exit code.
+"""Every example of the specifications: a plan, a command, what it prints and the exit code.
+
+Pages that need a section are in `tests/sections/NAME/`, the others here.
 
 Each section (`## `) of a page is a test with a folder of its own, which begins with the files of
 the page's introduction. A command that fails ends with its exit code in brackets.
@@ -7,12 +9,12 @@ the page's introduction. A command that fails ends with its exit code in bracket
 
 import re
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from console import played
+from folders import TESTS
 
-SPECS = Path(__file__).parent
+PAGES = sorted(path for folder in ("specs", "sections/*") for path in TESTS.glob(f"{folder}/*.md"))
 SECTION = re.compile(r"^(?=## )", re.M)
 LONG = (
     "real-decisions: Rules for some layers",
@@ -32,7 +34,7 @@ def example(page, number, section):
 
 EXAMPLES = [
     example(page, number, section)
-    for page in sorted(SPECS.glob("*.md"))
+    for page in PAGES
     for number, section in enumerate(SECTION.split(page.read_text()))
     if "```console" in section
 ]
@@ -67,7 +69,8 @@ def test_example(page, number, tmp_path, monkeypatch, request):
 
 
 def test_every_page_has_examples_and_every_example_a_command():
-    assert {param.values[0].name for param in EXAMPLES} == {p.name for p in SPECS.glob("*.md")}
+    assert {param.values[0] for param in EXAMPLES} == {*PAGES}
+    assert len({page.stem for page in PAGES}) == len(PAGES) > 40
     for param in EXAMPLES:
         page, number = param.values
         section = SECTION.split(page.read_text())[number]

@@ -65,7 +65,7 @@ def texts():
     """(name, text) of every plan that parses: shipped, in the docs and in the specs."""
     for path in sorted(PLANS.glob("*.plan")):
         yield path.name, path.read_text()
-    folders = ("docs", "docs/language", "tests/specs")
+    folders = ("docs", "docs/language", "tests/specs", "tests/sections/*")
     for page in sorted(page for folder in folders for page in ROOT.glob(f"{folder}/*.md")):
         for i, (kind, _, body) in enumerate(BLOCK.findall(page.read_text())):
             sink = Sink()
