@@ -32,8 +32,8 @@ from planc.ops.lowered import ExpertMesh, MeshAxis
 from planc.ops.optimizer import Optimize
 from planc.ops.phrases import together
 from planc.ops.pipeline import Pipeline
-from planc.ops.quantization import Quantize
 from planc.ops.styles import MlaKv, Parts, Style
+from planc.sections.quantization.ops import Quantize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from planc.infer.apply_adapters import adapted_tensor_rules
 from planc.ir.nodes import AdapterRule, Plan
 from planc.model.facts import Modules, merge_sets
 from planc.ops.lora import BASE_LAYER, Adapt
-from planc.ops.quantization import Quantize
 from planc.ops.styles import Colwise, Rowwise
+from planc.sections.quantization.ops import Quantize
 
 
 def adapt(plan: Plan) -> Iterator[Adapt]:

@@ -20,11 +20,11 @@ from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.optimizer import Optimize
 from planc.ops.pipeline import Pipeline
-from planc.ops.quantization import Quantize
 from planc.ops.rotary import ShareLongestPosition
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.ops.towers import DivideImages, ShareTower
 from planc.sections import NAMES, Hook
+from planc.sections.quantization.ops import Quantize
 
 _KINDS = Hook[tuple[type[Op], ...]]("ops", "KINDS")
 

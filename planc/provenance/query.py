@@ -24,13 +24,13 @@ from planc.ops.decisions import Question
 from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread, along, offloading, where
 from planc.ops.lowered import Lowered
 from planc.ops.pipeline import Pipeline
-from planc.ops.quantization import Quantize
 from planc.ops.registry import AnyOp, units_of
 from planc.ops.styles import Custom, style_name
 from planc.ops.tensor_parallel import Parallelize
 from planc.provenance.answer import ParameterAnswer, Reason, Reasons
 from planc.provenance.module_lookup import look_up
 from planc.sections import Hook
+from planc.sections.quantization.ops import Quantize
 
 _LONGEST = 100
 _Describe = Callable[[str, Plan, Facts, Sequence[Save] | None], Iterator[str]]

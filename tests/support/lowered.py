@@ -16,7 +16,6 @@ from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered, MeshAxis, Stage
-from planc.ops.quantization import Quantize
 from planc.ops.styles import (
     Attributes,
     Colwise,
@@ -40,6 +39,7 @@ from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.sections.compile.ops import Compile
 from planc.sections.draws.ops import DrawApart, DrawByRank, SyncRng
 from planc.sections.megatron_fsdp.ops import MegatronShard
+from planc.sections.quantization.ops import Quantize
 
 NOTHING = Module(cls="", kind="other")
 TO_SEQUENCE = Rowwise(output=Shard(1), local=False)

@@ -16,7 +16,7 @@ from planc.elaborate.sections.word_settings import one_word
 from planc.ir.nodes import AdapterRule, Adapters, Fsdp
 from planc.ops.load import Load
 from planc.ops.lora import INITS, Adapt
-from planc.ops.quantization import BLOCKS, KINDS, Quantize
+from planc.sections.quantization.ops import BLOCKS, KINDS, Quantize
 from planc.syntax import ast
 
 _ARGUMENTS = ("rank", "alpha", "dropout", "dtype", "init", "rslora", "dora", "parameters")

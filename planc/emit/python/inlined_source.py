@@ -30,7 +30,7 @@ _FILES = (
     "buffers.py",
     "dcp_chunks.py",
     "load_weights.py",
-    "quantization.py",
+    str(FOLDER / "quantization" / "standalone.py"),
     *(
         str(file)
         for name in (*BACKENDS.values(), *NAMES)

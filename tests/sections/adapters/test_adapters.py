@@ -24,7 +24,6 @@ from planc.ops.document import digest, dumps, loads
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import FullyShard
 from planc.ops.lora import Adapt
-from planc.ops.quantization import Quantize
 from planc.ops.styles import (
     Colwise,
     Input,
@@ -37,6 +36,7 @@ from planc.ops.styles import (
 )
 from planc.ops.tensor_parallel import Parallelize
 from planc.provenance.query import why
+from planc.sections.quantization.ops import Quantize
 
 MESH = "mesh {\n dp_shard = auto\n tp = 2\n}\n"  # lines 2 to 5
 TENSOR = (

@@ -14,8 +14,8 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 
 import planc
-from planc.ops.quantization import Quantize
 from planc.runtime.standalone.shards import four_bit_layers, fsdp_units
+from planc.sections.quantization.ops import Quantize
 
 BODY = """
     $blocks.self_attn.{q,k,v,o}_proj : qlora(rank = 4, alpha = 8, block = 32, init = random)

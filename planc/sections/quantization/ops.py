@@ -50,7 +50,7 @@ class Quantize(Op):
         )
         arguments = (self.kind, call.dtype(self.storage), call.DEVICE_TYPE)
         for modules in self.members:
-            made = call.FunctionCall(f"standalone.quantization:{name}", arguments, options)
+            made = call.FunctionCall(f"sections.quantization.standalone:{name}", arguments, options)
             yield call.Each(modules=modules, calls=(made,), note=self.place)
 
     READS_VALUES: ClassVar = True
