@@ -145,7 +145,8 @@ def case_outputs(model, plan, settings):
 
 def pages():
     """The pages whose examples are run."""
-    folders = (TESTS / "specs", ROOT / "docs/language", ROOT / "docs/how-to")
+    sections = sorted((TESTS / "sections").iterdir())
+    folders = (TESTS / "specs", *sections, ROOT / "docs/language", ROOT / "docs/how-to")
     found = [page for folder in folders for page in sorted(folder.glob("*.md"))]
     return [*found, *sorted((ROOT / "docs/diagnostics").glob("PL*.md")), ROOT / "docs/start.md"]
 

@@ -24,9 +24,11 @@ from planc.model.load import load
 CACHE = Path(__file__).parent.parent / "build" / "quick"
 FILES = (
     "test_architecture",
+    "test_compile_ops",
     "test_diff",
     "test_elaborate",
     "test_format",
+    "test_frozen_units",
     "test_fsdp",
     "test_grammars",
     "test_lowered_json",

@@ -33,7 +33,6 @@ from planc.ops.styles import (
     Shard,
 )
 from planc.ops.tensor_parallel import Tie
-from planc.sections.compile.ops import Compile
 
 SCHEMA = json.loads((GRAMMARS / "diff.schema.json").read_text())
 
@@ -290,24 +289,20 @@ def test_the_rest():
     old = [
         Configure(name="use_cache", value=False),
         Tie(parameter="a.weight", source="b.weight"),
-        Compile(modules=modules("b[0:4]")),
     ]
     new = [
         Configure(name="use_cache", value=True),
         Tie(parameter="a.weight", source="c.weight"),
-        Compile(modules=modules("b[0:4]"), fullgraph=True),
         checkpoint("b[0:4]", 7),
     ]
     assert difference(old, new) == [
         "  ~ configure use_cache  false -> true",
         "  ~ tie a.weight         b.weight -> c.weight",
-        "  ~ compile b[0:4]       graph with breaks -> full graph",
         "  + checkpoint b[0:4]    full  a.plan:7",
     ]
     assert difference([], old) == [
         "  + configure use_cache  = false",
         "  + tie a.weight         = b.weight",
-        "  + compile b[0:4]",
     ]
 
 

@@ -1,4 +1,4 @@
-"""The fsdp and train sections, where what they mean is compared as objects; see tests/specs."""
+"""The fsdp section, where its meaning is compared as objects; see tests/specs."""
 
 from helpers import fsdp, judged, lowered
 
@@ -15,15 +15,6 @@ HEAD = "plan t for llama\nmesh {\n dp_shard = auto\n}\n"  # the section begins i
 
 def units(plan):
     return {str(m): unit for unit in plan.fsdp.units for m in unit.members}
-
-
-# Every mistake -----------------------------------------------------------------------------------
-
-FROZEN = "train {\n model.embed_tokens : frozen\n model.layers[0:4] : frozen\n}\n"  # lines 5 to 8
-BLOCKS = "model.layers.* : unit"
-
-
-# What is no mistake ------------------------------------------------------------------------------
 
 
 def test_groups_are_of_one_entry_each():
@@ -80,22 +71,15 @@ def test_islands_of_a_dtype():
 def test_a_mix_of_dtypes_in_one_unit():
     _, _, findings = judged(MIXED + fsdp("blocks.* : unit"), model=mixed())
     assert [(d.code, d.labels[0].span.line) for d in findings] == [("PL415", 6)]
-    frozen = "train {\n blocks.*.norm : frozen\n}\n"  # has no gradient that would be reduced
-    assert judged(MIXED + frozen + fsdp("blocks.* : unit"), model=mixed())[2] == []
 
 
 # The artifact ------------------------------------------------------------------------------------
 
-ALL = (
-    HEAD
-    + FROZEN
-    + fsdp(
-        "ignore model.embed_tokens",
-        "offload(cpu, pin = false)",
-        "divide = 2.5",
-        "prefetch(forward = 2)",
-        "model.layers.* : unit(shard_dim = 1)",
-    )
+ALL = HEAD + fsdp(
+    "offload(cpu, pin = false)",
+    "divide = 2.5",
+    "prefetch(forward = 2)",
+    "model.layers.* : unit(shard_dim = 1)",
 )
 
 
@@ -103,14 +87,14 @@ def test_what_is_said_is_in_the_document_and_in_the_digest():
     plan = lowered(ALL)
     again = loads(dumps(plan), "x.json", Sink())
     assert again == plan and digest(again) == digest(plan)
-    changes = ("ignore model.embed_tokens", "offload(cpu, pin = false)", "divide = 2.5")
-    changes += ("prefetch(forward = 2)", "(shard_dim = 1)", " model.layers[0:4] : frozen\n")
+    changes = ("offload(cpu, pin = false)", "divide = 2.5", "prefetch(forward = 2)")
+    changes += ("(shard_dim = 1)",)
     digests = {digest(lowered(ALL.replace(change, ""))) for change in changes}
     assert len(digests | {digest(plan)}) == len(changes) + 1
 
 
 def test_a_plan_without_any_of_it_says_nothing_of_it():
-    text = dumps(lowered(HEAD + fsdp(BLOCKS)))
+    text = dumps(lowered(HEAD + fsdp("model.layers.* : unit")))
     for word in ("ignored", "shard_dim", "offload", "pin", "divide", "prefetch", "freeze"):
         assert word not in text
 
@@ -118,10 +102,8 @@ def test_a_plan_without_any_of_it_says_nothing_of_it():
 def test_the_text_says_it_all():
     text = text_of(lowered(ALL), digest="0" * 64)
     for words in (
-        "frozen      model.embed_tokens",
         "offloaded to unpinned host memory",
         "split along dim 1",
-        "ignored     model.embed_tokens  replicated, in no unit",
         "gradients are summed, then divided by 2.5",
         "2 ahead in forward, of model.layers[0:32]",
     ):

@@ -27,7 +27,6 @@ from planc.ops.styles import (
     Shard,
 )
 from planc.ops.tensor_parallel import Tie
-from planc.sections.compile.ops import Compile
 
 
 def text(*ops, **changes):
@@ -175,22 +174,17 @@ def test_two_tensor_axes_are_two_sections():
 
 
 def test_what_is_not_tensor_parallelism():
-    block = modules("model.layers[0:32]")
     assert text(
         Configure(name="use_cache", value=False, reason="training keeps none"),
         Tie(parameter="lm_head.weight", source="model.embed_tokens.weight"),
         Checkpoint(modules=modules("model.layers[0:32].mlp")),
         Checkpoint(modules=modules("model.layers[0:32].self_attn")),
         Checkpoint(modules=modules("visual")),
-        Compile(modules=block),
-        Compile(modules=modules("lm_head"), fullgraph=True),
     ) == [
         "configure   use_cache = false: training keeps none",
         "tie         lm_head.weight = model.embed_tokens.weight: one parameter in the model",
         "checkpoint  model.layers[0:32].{mlp,self_attn}",
         "            visual",
-        "compile     model.layers[0:32]",
-        "            lm_head  as one graph, or fail",
     ]
 
 

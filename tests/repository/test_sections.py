@@ -13,7 +13,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 import pytest
 from console import call
 from copied_package import copy_package, run_program
-from folders import ROOT
+from folders import ROOT, TESTS
+from quick import CACHE, runs_without_torch, split_page
 from test_architecture import PARTS as STAGES
 
 from planc.diagnostics.codes import CODES, Phase
@@ -280,12 +281,24 @@ UNUSED = [name for name in STATED if not re.search(rf"^ *{name}( on .*)? {{", SH
 """The sections that no shipped plan has."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", UNUSED)
+def test_examples_of_make_quick_that_need_a_section_are_in_its_folder(name):
+    head = re.compile(rf"^ *{name}( on .*)? {{", re.M)
+    for page in sorted((TESTS / "specs").glob("*.md")):
+        introduction, *sections = split_page(page)
+        for section in sections:
+            quick = runs_without_torch(section)
+            title = section.partition("\n")[0]
+            assert not (quick and head.search(introduction + section)), f"{page.name}: {title}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*UNUSED, *IMPLIED])
 def test_without_its_folder_make_quick_passes(name, tmp_path):
     """In a copy of the checkout without the folder, its line and its tests, with its own schema.
 
-    Only the ceilings of words fall with the words of the folder.
+    Only the ceilings of words fall with the words of the folder. The copy begins with the cache of
+    the checkout, if it has one.
     """
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     for path in subprocess.check_output(listed, cwd=ROOT, text=True).splitlines():
@@ -293,6 +306,8 @@ def test_without_its_folder_make_quick_passes(name, tmp_path):
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / path, tmp_path / path)
     copy_package(tmp_path, without=[name])
+    if CACHE.is_dir():
+        shutil.copytree(CACHE, tmp_path / CACHE.relative_to(ROOT))
     schema = run_program(tmp_path, "-m", "planc.ops.schema", folder=tmp_path)
     (tmp_path / "grammars" / "lowered.schema.json").write_text(schema)
     run_program(tmp_path, "-W", "ignore", "tests/quick.py", folder=tmp_path)

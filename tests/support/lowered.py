@@ -16,6 +16,7 @@ from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread
 from planc.ops.load import Load
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered, MeshAxis, Stage
+from planc.ops.registry import kinds
 from planc.ops.styles import (
     Attributes,
     Colwise,
@@ -36,8 +37,7 @@ from planc.ops.styles import (
     Shard,
 )
 from planc.ops.tensor_parallel import Parallelize, Tie
-from planc.sections.compile.ops import Compile
-from planc.sections.draws.ops import DrawApart, DrawByRank, SyncRng
+from planc.sections import NAMES
 from planc.sections.megatron_fsdp.ops import MegatronShard
 from planc.sections.quantization.ops import Quantize
 
@@ -323,6 +323,34 @@ blocks = st.builds(
 
 
 dtypes = st.sampled_from(["float32", "bfloat16", "float16"])
+SECTION_OPS = {
+    "compile": {"Compile": {"modules": paths, "fullgraph": st.booleans(), "origin": places}},
+    "draws": {
+        "SyncRng": {
+            "axis": st.sampled_from(["tp", "ep"]),
+            "fields": st.just(("resid_pdrop = 0.1",)),
+        },
+        "DrawApart": {"axes": st.sampled_from([("tp",), ("ep",), ("tp", "ep")])},
+        "DrawByRank": {
+            "modules": paths,
+            "axis": st.sampled_from(["tp", "ep"]),
+            "inside": st.sampled_from([None, True, False]),
+            "after": st.booleans(),
+            "origin": places,
+        },
+    },
+}
+"""The fields of operations, by section and kind: a copy of planc may lack a section."""
+
+
+def section_ops():
+    """Strategies for the operations of the sections that planc has."""
+    known = {kind.__name__: kind for kind in kinds()}
+    names = [name for name in SECTION_OPS if name in NAMES]
+    cases = (case for name in names for case in SECTION_OPS[name].items())
+    return [st.builds(known[kind], **fields) for kind, fields in cases]
+
+
 any_op = st.one_of(
     st.builds(
         Adapt,
@@ -352,22 +380,12 @@ any_op = st.one_of(
         units=st.lists(paths, max_size=2, unique_by=str).map(tuple),
         origin=places,
     ),
-    st.builds(SyncRng, axis=st.sampled_from(["tp", "ep"]), fields=st.just(("resid_pdrop = 0.1",))),
     st.builds(
         ResetStates,
         parts=st.lists(
             st.sampled_from(sorted({part for parts in RESETS.values() for part in parts})),
             min_size=1,
         ).map(tuple),
-    ),
-    st.builds(DrawApart, axes=st.sampled_from([("tp",), ("ep",), ("tp", "ep")])),
-    st.builds(
-        DrawByRank,
-        modules=paths,
-        axis=st.sampled_from(["tp", "ep"]),
-        inside=st.sampled_from([None, True, False]),
-        after=st.booleans(),
-        origin=places,
     ),
     st.builds(
         Prefetch,
@@ -413,7 +431,6 @@ any_op = st.one_of(
         early_stop=st.booleans(),
         origin=places,
     ),
-    st.builds(Compile, modules=paths, fullgraph=st.booleans(), origin=places),
     st.builds(
         MegatronShard,
         members=st.lists(blocks, min_size=1, max_size=3, unique_by=lambda m: m.key).map(tuple),
@@ -433,6 +450,7 @@ any_op = st.one_of(
         origin=places,
     ),
     units(),
+    *section_ops(),
 )
 
 
