@@ -60,7 +60,6 @@ RULES: tuple[Check, ...] = (
     unit_options.cpu_offload,
     units.prefetch,
     adapters.adapters,
-    precision.four_bits,
     pipeline.pipeline,
     replicated.unsplit_parameters,
     optimizer.optimizer,
@@ -77,8 +76,7 @@ def check(plan: Plan, facts: Facts, sink: Sink, *, bare: tuple[Plan, Facts] | No
         bare: both without adapters; None for a proxy model, whose stated layouts are judged with
             the real one's.
         sink: receives PL15x and PL16x (style targets, pairs and norms), PL18x (adapters), PL2xx
-            (shapes and parameters), PL35x (axes), PL4xx (composition), PL56x (pipelines) and PL68x
-            (4-bit weights).
+            (shapes and parameters), PL35x (axes), PL4xx (composition) and PL56x (pipelines).
     """
     if bare is not None:
         stated_layouts.stated_layouts(*bare, sink)

@@ -1,16 +1,12 @@
-"""PL415, PL416, PL420, PL421, PL570, PL680 to PL684: dtypes, lost updates and 4-bit weights."""
+"""PL415, PL416, PL420, PL421 and PL570: dtypes, and lost updates."""
 
 from collections.abc import Collection
 
-from planc.checks.queries import axis_label, ranks
 from planc.diagnostics.diagnostic import Label, Sink
-from planc.infer.apply_adapters import FOUR_BIT, adapted_tensor_rules, weights_of_experts
-from planc.ir.nodes import AdapterRule, Plan, Precision, TensorRule, Unit
-from planc.ir.parameter_owners import Owned, owned_modules, stepped_dtypes
+from planc.ir.nodes import Plan, Precision, Unit
+from planc.ir.parameter_owners import owned_modules, stepped_dtypes
 from planc.model.facts import Facts, Modules, Parameter
 from planc.ops import phrases
-from planc.ops.contract import part_sizes
-from planc.ops.styles import Colwise, Rowwise, style_text
 
 
 def mixed_dtypes(plan: Plan, facts: Facts, sink: Sink) -> None:
@@ -154,118 +150,3 @@ def unused_precision(plan: Plan, facts: Facts, sink: Sink) -> None:
         reason = "every unit has its own" if plan.fsdp.units else "the section has no unit"
         message = f"no unit uses this precision: {reason}"
         sink.error("PL416", message, plan.fsdp.precision.origin, help="remove it, or add a unit")
-
-
-def four_bits(plan: Plan, facts: Facts, sink: Sink) -> None:
-    """Packed 4-bit bytes are not numbers, so nothing may cast, train or tie them.
-
-    Source: `quantize_4bit` in bitsandbytes, which scales blocks of the flattened weight.
-    """
-    if plan.adapters is None or "adapters" in plan.broken:
-        return
-    rules = [r for r in plan.adapters.rules if r.quantize is not None]
-    for rule in rules:
-        _linear(rule, sink)
-        _check_ties(rule, facts, sink)
-    for own in owned_modules(plan, facts) if rules else ():
-        if own.modules.module.cls == FOUR_BIT:
-            rule = next(r for r in rules if own.modules.overlap(r.modules) is not None)
-            _check_gather_dtype(rule, own, plan, sink)
-            if own.training is not None and own.training.trainable:
-                sink.error(
-                    "PL683",
-                    f"`{own.modules}` is quantized and cannot train",
-                    rule.origin,
-                    Label(span=own.training.origin, text="requested here"),
-                    help="write `lora(...)` for it, or train other modules",
-                )
-    if "tensor" not in plan.broken:
-        for rule, base, part in adapted_tensor_rules(plan):
-            if rule.quantize and ranks(plan, base) > 1 and part.module.kind == "linear":
-                _split(rule, base, part, plan, sink)
-
-
-def _linear(rule: AdapterRule, sink: Sink) -> None:
-    module = rule.modules.module
-    experts = bool(weights_of_experts(module))
-    if experts or module.kind in ("conv1d", "embedding"):  # of any other, PL180 tells
-        message = f"`{rule.modules}` cannot be quantized: it is not an `nn.Linear`"
-        hint = "write `lora(...)`, which does not quantize its weight"
-        sink.error(
-            "PL681", message, rule.origin, facts=[f"`{rule.modules}` is a {module.cls}"], help=hint
-        )
-
-
-def _check_ties(rule: AdapterRule, facts: Facts, sink: Sink) -> None:
-    for group in facts.ties:
-        own = [name for name in group if rule.modules.has(name.rpartition(".")[0])]
-        if own and rule.modules.module.kind == "linear":
-            other = next(name for name in group if name != own[0])
-            message = f"`{own[0]}` cannot be quantized: it is tied to `{other}`"
-            help = "write `lora(...)` for it, which does not quantize its weight"
-            sink.error("PL682", message, rule.origin, help=help)
-
-
-def _check_gather_dtype(rule: AdapterRule, own: Owned, plan: Plan, sink: Sink) -> None:
-    """FSDP casts gathered parameters to the unit's `param` dtype, packed bytes too."""
-    quant = rule.quantize
-    precision = plan.fsdp.policy(own.unit) if plan.fsdp else None
-    if quant is None or precision is None or precision.param is None:
-        return
-    if precision.param == quant.storage:
-        return
-    wanted = phrases.dtype(precision.param)
-    sink.error(
-        "PL680",
-        f"the 4-bit weights of `{own.modules}` are stored as "
-        f"{phrases.dtype(quant.storage)} and would be cast to {wanted}",
-        rule.origin,
-        Label(span=precision.origin, text=f"gathers in {wanted}"),
-        facts=["casting packed bytes changes the weights"],
-        help=f"write `storage = {wanted}`",
-    )
-
-
-def _split(rule: AdapterRule, base: TensorRule, part: Modules, plan: Plan, sink: Sink) -> None:
-    """Reports PL684: a rank's shard of a 4-bit weight would be quantized in other blocks than the
-    full weight.
-    """
-    assert rule.quantize is not None
-    reason = _misalignment(rule, base, part, ranks(plan, base))
-    if reason is None:
-        return
-    text, fix = reason
-    sink.error(
-        "PL684",
-        f"`{part}` cannot be split over {base.axis} in 4 bits: {text}",
-        rule.origin,
-        Label(span=base.origin, text="the layer's style"),
-        axis_label(plan, base),
-        help=fix,
-    )
-
-
-def _misalignment(
-    rule: AdapterRule, base: TensorRule, part: Modules, count: int
-) -> tuple[str, str] | None:
-    """Returns why a rank's shard is not a multiple of the 4-bit block, and the fix; else None."""
-    assert rule.quantize is not None
-    block, high = rule.quantize.block, f"blocks of {rule.quantize.block}"
-    if not isinstance(base.style, Colwise | Rowwise):
-        text = f"its style, `{style_text(base.style)}`, is unknown for 4-bit weights"
-        return text, "write `lora(...)` for it, or use `colwise` or `rowwise`"
-    if rule.quantize.double:
-        return "with `double`, scales depend on the full weight", "write `double = false`"
-    weight = part.module.weight
-    split = base.split(weight)
-    if split is None:
-        return None
-    size = weight.shape[split.dim]
-    sizes = part_sizes(split, size) if split.is_packed else (size,)
-    inner = weight.shape[1] if split.dim == 0 else 1  # numbers that a step along the dim passes
-    for size in sizes:
-        if size % count or size // count * inner % block:
-            what = f"{size:,} {'rows' if split.dim == 0 else 'columns'} over {count} ranks"
-            fix = "write `lora(...)` for it, or a smaller block"
-            return f"{what} do not form whole {high}", fix
-    return None

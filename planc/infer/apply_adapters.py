@@ -12,14 +12,15 @@ from math import prod
 from planc.diagnostics.source import Span
 from planc.ir.experts import expert_count
 from planc.ir.nodes import AdapterRule, Plan, TensorRule, Unit
-from planc.model.facts import DTYPE_BYTES, Child, Facts, Module, Modules, Parameter
+from planc.model.facts import Child, Facts, Module, Modules, Parameter
 from planc.model.module_table import TRANSPOSED_EXPERTS, Path, divide_children
 from planc.ops import styles as ir
 from planc.ops.lora import MAGNITUDE, factor_dims, factor_name
 from planc.ops.styles import PARAMETERLESS
 
 NAME = "default"  # peft's default name of an adapter
-FOUR_BIT = "FourBit"  # the class of a quantized layer
+_COMPRESSED = "compressed"
+"""The fact of a layer whose weight is a column of a storage dtype."""
 
 KINDS = ("linear", "conv1d", "embedding")
 """The kinds of modules that can have an adapter; an embedding's is parameters, not modules."""
@@ -183,20 +184,26 @@ def _module(module: Module, rules: list[tuple[Path, AdapterRule]], kept: _Kept) 
     factors = (p for r in own for p in _factors(module, r))
     module = replace(module, parameters=(*module.parameters, *factors))
     for rule in own:
-        module = _pack_weight(module, rule)
+        module = _compress_weight(module, rule)
     return replace(module, children=tuple(children))
 
 
-def _pack_weight(module: Module, rule: AdapterRule) -> Module:
-    """The module with its weight in 4 bits: one column of the storage dtype."""
-    quant = rule.quantize
-    if quant is None or module.kind != "linear":
+def is_compressed(module: Module) -> bool:
+    """Whether a layer's weight is stored in fewer bits, as a column without its dims."""
+    return module.fact(_COMPRESSED) is not None
+
+
+def _compress_weight(module: Module, rule: AdapterRule) -> Module:
+    """The module with its weight as one column of the storage dtype, if the rule compresses it."""
+    compressed = rule.compressed
+    if compressed is None or module.kind != "linear":
         return module
     weight = module.weight
-    width = 2 * DTYPE_BYTES[quant.storage]
-    packed = replace(weight, shape=(-(-prod(weight.shape) // width), 1), dtype=quant.storage)
-    kept = tuple(packed if p is weight else p for p in module.parameters)
-    return replace(module, cls=FOUR_BIT, parameters=kept)
+    shape = (compressed.column_length(prod(weight.shape)), 1)
+    column = replace(weight, shape=shape, dtype=compressed.storage)
+    parameters = tuple(column if p is weight else p for p in module.parameters)
+    facts = (*module.facts, (_COMPRESSED, 1))
+    return replace(module, cls=compressed.LAYER, parameters=parameters, facts=facts)
 
 
 def _children(module: Module, rule: AdapterRule) -> tuple[Child, ...]:

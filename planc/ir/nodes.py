@@ -20,6 +20,7 @@ from planc.model.roles import attention, block_names, roles
 from planc.ops.activation_checkpoint import Checkpoint, checkpoints
 from planc.ops.backend import Backend
 from planc.ops.base import AxisRole
+from planc.ops.compressed_weights import CompressedWeights
 from planc.ops.context import Attend, ContextParallel
 from planc.ops.contract import Split, weight_split
 from planc.ops.expert_capacity import PROBS
@@ -33,7 +34,6 @@ from planc.ops.optimizer import Optimize
 from planc.ops.phrases import together
 from planc.ops.pipeline import Pipeline
 from planc.ops.styles import MlaKv, Parts, Style
-from planc.sections.quantization.ops import Quantize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,12 +329,12 @@ class AdapterRule(Meaning):
     """LoRA on a set of modules: W x + alpha / rank * B A x, as in peft. On fused experts it applies
     to the weights that it names, or to all.
 
-    `quantize` is None unless the base weights are in 4 bits (QLoRA).
+    `compressed` stores the layers' own weights in fewer bits (QLoRA); None leaves them.
     """
 
     modules: Modules
     adapt: Adapt
-    quantize: Quantize | None = None
+    compressed: CompressedWeights | None = None
 
     @property
     def wraps(self) -> bool:

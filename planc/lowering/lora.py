@@ -1,68 +1,52 @@
-"""The adapters section -> operations: LoRA on layers, and their weights in 4 bits."""
+"""The adapters section -> operations: LoRA on layers; the bytes of their compressed weights."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from planc.infer.apply_adapters import adapted_tensor_rules
-from planc.ir.nodes import AdapterRule, Plan
+from planc.ir.nodes import Plan
 from planc.model.facts import Modules, merge_sets
-from planc.ops.lora import BASE_LAYER, Adapt
+from planc.ops.base import Op
+from planc.ops.lora import Adapt
 from planc.ops.styles import Colwise, Rowwise
-from planc.sections.quantization.ops import Quantize
 
 
 def adapt(plan: Plan) -> Iterator[Adapt]:
     """One operation per rule, each with another seed, so that rules start with different values."""
     if section := plan.adapters:
-        for number, op in enumerate(_by_line((r.adapt, r.modules) for r in section.rules)):
+        for number, op in enumerate(group_by_line((r.adapt, r.modules) for r in section.rules)):
             yield replace(op, seed=section.seed + number)
 
 
-def quantize(plan: Plan) -> list[Quantize]:
-    """One operation per rule whose layers are in 4 bits."""
-    rules = plan.adapters.rules if plan.adapters else ()
-    return _by_line(
-        (r.quantize, Modules((*r.modules.path, BASE_LAYER), r.modules.module))
-        for r in rules
-        if r.quantize is not None
-    )
+OpT = TypeVar("OpT", bound=Op)
 
 
-Rule = TypeVar("Rule", Adapt, Quantize)
-
-
-def _by_line(rules: Iterable[tuple[Rule, Modules]]) -> list[Rule]:
-    """One operation per line of the plan, on all of its modules."""
-    sets_by_line: dict[tuple[Rule, str], list[Modules]] = {}
+def group_by_line(rules: Iterable[tuple[OpT, Modules]]) -> Iterator[OpT]:
+    """Yields an operation for each line of the plan, with all modules of the line as `members`."""
+    sets_by_line: dict[tuple[OpT, str], list[Modules]] = {}
     for op, modules in rules:
         sets_by_line.setdefault((op, op.place), []).append(modules)
-    return [replace(op, members=tuple(merge_sets(sets))) for (op, _), sets in sets_by_line.items()]
+    for (op, _), sets in sets_by_line.items():
+        members: dict[str, Any] = {"members": tuple(merge_sets(sets))}
+        yield replace(op, **members)
 
 
 def scales(plan: Plan) -> int:
-    """Bytes of the scales of 4-bit weights on one rank: FSDP does not shard them.
-
-    A scale is a float32; with `double` it is a byte, plus one float32 for 256 of them.
-    """
+    """Bytes of the scales of compressed weights on one rank: FSDP does not shard them."""
     total = 0
     for rule in plan.adapters.rules if plan.adapters else ():
-        if rule.quantize is None:
+        if rule.compressed is None:
             continue
+        numel = prod(rule.modules.module.weight.shape)
         split = [
             (part, plan.mesh.size(base.axis))
             for other, base, part in adapted_tensor_rules(plan)
             if other is rule and isinstance(base.style, Colwise | Rowwise)
         ]
         whole = len(rule.modules) - sum(len(part) for part, _ in split)
-        total += whole * _scales(rule, 1)
-        total += sum(len(part) * _scales(rule, ranks) for part, ranks in split)
+        total += whole * rule.compressed.scale_bytes(numel, 1)
+        for part, ranks in split:
+            total += len(part) * rule.compressed.scale_bytes(numel, ranks)
     return total
-
-
-def _scales(rule: AdapterRule, ranks: int) -> int:
-    assert rule.quantize is not None
-    weight = rule.modules.module.weight
-    blocks = -(-prod(weight.shape) // (ranks * rule.quantize.block))
-    return blocks + 4 * -(-blocks // 256) if rule.quantize.double else 4 * blocks

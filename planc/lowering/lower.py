@@ -1,7 +1,7 @@
 """IR -> lowered operations, in the order of their phases (`planc.ops.base.Phase`):
 
 mesh, pipeline (after adapters, where there are any), configure, adapters, tensor, ties, experts
-(and the styles on them), context or resets of states, freezing, 4-bit weights, checkpoint, slots of
+(and the styles on them), context or resets of states, freezing, quantization, checkpoint, slots of
 experts, compile, FSDP (nested units first, the root last), the settings of units, and the loss.
 
 Adapters come first because peft reads the size of a layer from its weight, and a sharded weight has
@@ -9,8 +9,8 @@ the size of a rank's shard; and before the pipeline, which remembers what other 
 parallelism comes before FSDP, which shards the local tensors; a checkpoint wrapper goes inside
 compile and FSDP so that recomputation happens while the unit's parameters are gathered; compile
 goes inside FSDP because FSDP's hooks are graph breaks. Freezing comes after tensor parallelism,
-which may create new parameters, and before FSDP, which reads `requires_grad`; so does 4-bit
-quantization, because no style can shard a 4-bit weight. (The order of torchtitan's
+which may create new parameters, and before FSDP, which reads `requires_grad`; so does
+quantization, because no style can shard a compressed weight. (The order of torchtitan's
 `parallelize_llama`.) The loss takes what the head returns after the hooks of styles and FSDP, so
 its own hook is the last.
 """
@@ -28,7 +28,7 @@ from planc.ir.nodes import AdapterRule, OptimizerRule, Plan, TensorRule
 from planc.ir.optimizer_groups import cut_of, steps_of
 from planc.ir.parameter_owners import stepped_dtypes
 from planc.lowering.fsdp import settings, units_of
-from planc.lowering.lora import adapt, quantize, scales
+from planc.lowering.lora import adapt, scales
 from planc.lowering.memory import Holdings
 from planc.lowering.stages import of_ranks
 from planc.model.facts import MODULE_DICT, Facts, Module, Modules
@@ -137,7 +137,6 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
         *_resets(plan, facts),
         *_freeze(tensor, plan),
         *_section_operations(plan, facts),
-        *quantize(plan),
         *_merge(capacity_operations(plan)),
         *units,
         *settings(plan, facts),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from planc.infer.apply_adapters import FOUR_BIT
+from planc.infer.apply_adapters import is_compressed
 from planc.ir.local_shapes import local_shape, split_by_rules, split_dim
 from planc.ir.nodes import Plan, Precision, SpreadRule, TensorRule, Unit
 from planc.ir.parameter_owners import owned_modules
@@ -166,8 +166,8 @@ def _with_stored_dtype(parameter: Parameter, plan: Plan) -> Parameter:
 def _local(
     part: Modules, parameter: Parameter, rules: tuple[TensorRule, ...], plan: Plan
 ) -> tuple[int, ...]:
-    """The shape after the rules; a 4-bit weight has lost its dims, so a share of its bytes."""
-    if not rules or part.module.cls != FOUR_BIT or parameter.name != "weight":
+    """The shape after the rules; a compressed weight has no dims, so a share of its column."""
+    if not rules or not is_compressed(part.module) or parameter.name != "weight":
         return local_shape(parameter, rules, plan)
     left = parameter.shape[0]
     for rule in rules:

@@ -295,6 +295,8 @@ class Op:
     PHASE: ClassVar[Phase]
     SECTION: ClassVar[str] = ""
     """The section in whose folder the operation is; empty for operations of the compiler."""
+    ANSWER: ClassVar[str] = ""
+    """The field of `planc why`'s answer for its decisions; empty for that of its section."""
     WORD: ClassVar[str]
     """The name of the kind in `lower` and `diff`."""
     ABOUT: ClassVar[tuple[str, ...]] = ()

@@ -19,6 +19,7 @@ from planc.ops import base
 from planc.ops.activation_checkpoint import Checkpoint, checkpoints
 from planc.ops.backend import Backend
 from planc.ops.call import Context
+from planc.ops.compressed_weights import CompressedWeights
 from planc.ops.context import ContextParallel
 from planc.ops.freeze import Freeze, freezes
 from planc.ops.fsdp import Divide, FullyShard
@@ -184,6 +185,11 @@ class Lowered(InNotebooks):
     def adapters(self) -> list[Adapt]:
         """The operations that add adapters, in order."""
         return self.find_ops(Adapt)
+
+    @property
+    def compressions(self) -> tuple[CompressedWeights, ...]:
+        """The operations that store weights of layers with adapters in fewer bits."""
+        return tuple(op for op in self.ops if isinstance(op, CompressedWeights))
 
     @property
     def contexts(self) -> list[ContextParallel]:

@@ -24,7 +24,6 @@ from planc.ops.rotary import ShareLongestPosition
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.ops.towers import DivideImages, ShareTower
 from planc.sections import NAMES, Hook
-from planc.sections.quantization.ops import Quantize
 
 _KINDS = Hook[tuple[type[Op], ...]]("ops", "KINDS")
 
@@ -52,7 +51,6 @@ AnyOp = Annotated[
     | Attend
     | ResetStates
     | Freeze
-    | Quantize
     | Checkpoint
     | LimitExperts
     | FullyShard

@@ -285,7 +285,7 @@ def _together(reasons: Sequence[Reason]) -> Iterator[Reason]:
 
 def decision_names() -> tuple[str, ...]:
     """The names of an answer's decisions: fields, and sections that are folders."""
-    sections = (kind.SECTION for kind in kinds() if kind.SECTION)
+    sections = (kind.SECTION for kind in kinds() if kind.SECTION and not kind.ANSWER)
     return tuple(dict.fromkeys((*_DECISIONS, *sections)))
 
 

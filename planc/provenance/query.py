@@ -12,7 +12,7 @@ from math import prod
 from planc.compiler import Compiled
 from planc.diagnostics.diagnostic import Sink
 from planc.diagnostics.source import NOWHERE, Span
-from planc.infer.apply_adapters import FOUR_BIT, with_adapters
+from planc.infer.apply_adapters import is_compressed, with_adapters
 from planc.ir.nodes import AdapterRule, Plan, StageTimes
 from planc.lowering.memory import kept_shape
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Parameter
@@ -30,7 +30,6 @@ from planc.ops.tensor_parallel import Parallelize
 from planc.provenance.answer import ParameterAnswer, Reason, Reasons
 from planc.provenance.module_lookup import look_up
 from planc.sections import Hook
-from planc.sections.quantization.ops import Quantize
 
 _LONGEST = 100
 _Describe = Callable[[str, Plan, Facts, Sequence[Save] | None], Iterator[str]]
@@ -54,10 +53,14 @@ def _apply_adapters(facts: Facts, lowered: Lowered) -> Facts:
     for op in lowered.adapters:
         for members in op.members:
             layers = Modules(members.path, facts.module_at(members.first_name).module)
-            every = lowered.find_ops(Quantize)
-            found = (o for o in every if any(phrases.layer(m).overlap(layers) for m in o.members))
-            four_bit = next(found, None)
-            rule = AdapterRule(modules=layers, adapt=op, quantize=four_bit, origin=op.origin)
+            compressed = (
+                other
+                for other in lowered.compressions
+                if any(phrases.layer(m).overlap(layers) for m in other.members)
+            )
+            rule = AdapterRule(
+                modules=layers, adapt=op, compressed=next(compressed, None), origin=op.origin
+            )
             rules.append(rule)
     return with_adapters(facts, rules, lowered.load.dtype_after_load) if rules else facts
 
@@ -110,7 +113,7 @@ class _Question:
             context=tuple(self._decisions("context", "attention")),
             experts=tuple(self._decisions("experts", "capacity")),
             loss=tuple(self._decisions("loss")),
-            adapter=tuple(self._decisions("adapters", "quantize")),
+            adapter=(*self._decisions("adapters"), *self._answers("adapter")),
             around=tuple(self._tensor(op) for op in self.styles if self._is_around(op)),
             inside=() if self.parameter else tuple(self._inner_styles()),
             unit_bytes=(self.shard.nbytes, self.shard.gathered)
@@ -163,13 +166,16 @@ class _Question:
         for word in words:
             yield from self._reasons(op for op in self.lowered.ops if word == op.WORD)
 
+    def _answers(self, name: str) -> Iterator[Reason]:
+        """Yields the reasons of operations whose decisions are in a field (`Op.ANSWER`)."""
+        return self._reasons(op for op in self.lowered.ops if name == op.ANSWER)
+
     def _section_reasons(self) -> Iterator[tuple[str, tuple[Reason, ...]]]:
         """Yields the reasons of each section that has no field in `Reasons`."""
         known = {field.name for field in fields(Reasons)}
-        for name in self.lowered.sections:
-            if name not in known:
-                ops = (op for op in self.lowered.ops if name == op.SECTION)
-                yield name, tuple(self._reasons(ops))
+        ops = [op for op in self.lowered.ops if op.SECTION and not op.ANSWER]
+        for name in dict.fromkeys(op.SECTION for op in ops if op.SECTION not in known):
+            yield name, tuple(self._reasons(op for op in ops if name == op.SECTION))
 
     def _reasons(self, ops: Iterable[AnyOp]) -> Iterator[Reason]:
         for op in ops:
@@ -314,7 +320,7 @@ class _Question:
                 if shape.name == parameter.name:
                     split = weight_split(op.style, kind, shape.name, len(shape.local))
                     ranks = self.lowered.axis_size(*op.axes)
-                    if self.at.module.cls == FOUR_BIT and shape.name == "weight":
+                    if is_compressed(self.at.module) and shape.name == "weight":
                         local = (-(-local[0] // ranks), 1)  # a column of bytes
                         continue
                     local = shape.local

@@ -204,7 +204,7 @@ def full_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, 
 
     Returns:
         Tensors by their names before anything was wrapped; a tied tensor has each of its names.
-        4-bit weights are left out, because their bytes have no meaning without their scales.
+        Compressed weights are left out, because their bytes have no meaning without their scales.
     """
     reshard(model)
     stages = stages_of(model)

@@ -428,7 +428,7 @@ class Run(SendsWeights):
     def full_state_dict(self, *, every_rank: bool = False) -> dict[str, Tensor]:
         """The full state dict with the model's original names, on rank 0 or on all ranks.
 
-        Every rank calls it. 4-bit weights are left out.
+        Every rank calls it. Compressed weights are left out.
         """
         return gradients.full_state_dict(self.model, every_rank=every_rank)
 
@@ -471,7 +471,7 @@ class Run(SendsWeights):
                 and the folder; PL475, the plan has another setting;
                 PL496, all missing names, unexpected
                 names and wrong shapes at once, before anything is loaded; PL497, missing or broken
-                files; PL567, `rank0` with a pipeline; PL687, 4-bit weights from a checkpoint.
+                files; PL567, `rank0` with a pipeline; PL687, compressed weights from a checkpoint.
         """
         self.finish_save()
         step = resuming.load(
@@ -565,8 +565,8 @@ class Run(SendsWeights):
 
         Raises:
             PlanError: PL189, the plan has adapters and `adapters` is None, or merging would untie
-                weights; PL686, 4-bit weights; PL497, the folder holds weights already, or it could
-                not be written.
+                weights; PL686, compressed weights; PL497, the folder holds weights already, or
+                it could not be written.
         """
         saving.export(
             self.model,

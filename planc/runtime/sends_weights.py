@@ -83,7 +83,7 @@ class SendsWeights(InNotebooks):
             seconds: after which a process that does not answer counts as lost.
 
         Raises:
-            PlanError: PL189, PL686, adapters or 4-bit weights that cannot be sent; PL695, the
+            PlanError: PL189, PL686, adapters or compressed weights that cannot be sent; PL695, the
                 slices that ranks hold are not known; PL697, the sides do not fit each other, and
                 nothing was sent; PL698, a process did not join.
         """
@@ -112,7 +112,7 @@ class SendsWeights(InNotebooks):
             adapters: `merged`, or `left_out`; as for `export`.
 
         Raises:
-            PlanError: PL189, PL686, adapters or 4-bit weights that cannot be sent; PL695, the
+            PlanError: PL189, PL686, adapters or compressed weights that cannot be sent; PL695, the
                 slices that ranks hold are not known.
         """
         planner = self._planner()

@@ -205,8 +205,8 @@ def start_transfer(
     """Joins the processes of both sides; every rank of the run calls it.
 
     Raises:
-        PlanError: PL189, PL686, adapters or 4-bit weights that cannot be sent; PL697, the sides
-            do not fit each other; PL698, a process did not join.
+        PlanError: PL189, PL686, adapters or compressed weights that cannot be sent; PL697, the
+            sides do not fit each other; PL698, a process did not join.
     """
     rank, table = distributed.get_rank(), planned.table
     if found := merge_findings(model, adapters):

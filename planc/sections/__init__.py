@@ -4,7 +4,7 @@ A section's folder has all that follows from it, in a part for each stage. Stage
 stage declares a hook next to the loop that asks it, and asks the sections of the plan. A section
 answers by a function, or a value, of that name in its part, which is imported when the first plan
 uses the section. Other plans import only the declaration. A section without lines follows from the
-model: all plans use it.
+model, or from actions of an adapters section: stages ask it for all plans.
 
 To add a section, add its folder, and its name to `NAMES`. The folder of a backend of `fsdp` has
 the same parts; its class is asked for the others (`planc.ops.backend`).
@@ -72,6 +72,7 @@ class SectionDeclaration:
     Args:
         example: a rule of the section, for messages; empty for a section without lines.
         codes: its diagnostics, as rows of `planc.diagnostics.codes`.
+        adapters: its actions of an adapters section, with their arguments besides those of `lora`.
         real_sizes: the codes that belong to `planc.diagnostics.codes.REAL_SIZES`.
         sized: whether its head names an engine and its sizes (`ENGINE_SIZES`). A plan of such
             sections alone needs no mesh: its ranks are those of the engine.
@@ -80,6 +81,7 @@ class SectionDeclaration:
 
     example: str = ""
     codes: tuple[tuple[str, str, Any, str], ...] = ()
+    adapters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     real_sizes: tuple[str, ...] = ()
     sized: bool = False
     other_words: Mapping[str, str] = field(default_factory=dict)
@@ -87,6 +89,7 @@ class SectionDeclaration:
 
 FOLDER = Path(__file__).parent
 NAMES = (
+    "quantization",
     "matmul",
     "train",
     "checkpoint",

@@ -9,9 +9,6 @@ from planc.ops.lowered import Lowered
 from planc.ops.registry import AnyOp
 from planc.sections import NAMES
 
-_OMISSIONS = ("4 bits", *NAMES)
-"""The order in which omissions of operations are reported."""
-
 
 def trial_part(
     lowered: Lowered,
@@ -92,6 +89,6 @@ def left_out(lowered: Lowered, *, precision: bool = False) -> Iterator[tuple[str
         yield "the optimizer", "AdamW makes steps of one size, also of what is only rounding"
     elif rounds(lowered):
         yield "mixed precision", "everything runs in float32"
-    omissions = (op.omission(precision=precision) for op in lowered.ops)
-    texts = dict(filter(None, omissions))
-    yield from ((name, texts[name]) for name in _OMISSIONS if name in texts)
+    ops = sorted(lowered.ops, key=lambda op: (*NAMES, "").index(op.SECTION))
+    omissions = (op.omission(precision=precision) for op in ops)
+    yield from dict(filter(None, omissions)).items()

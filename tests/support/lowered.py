@@ -39,7 +39,6 @@ from planc.ops.styles import (
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.sections import NAMES
 from planc.sections.megatron_fsdp.ops import MegatronShard
-from planc.sections.quantization.ops import Quantize
 
 NOTHING = Module(cls="", kind="other")
 TO_SEQUENCE = Rowwise(output=Shard(1), local=False)
@@ -324,6 +323,17 @@ blocks = st.builds(
 
 dtypes = st.sampled_from(["float32", "bfloat16", "float16"])
 SECTION_OPS = {
+    "quantization": {
+        "Quantize": {
+            "members": st.tuples(paths),
+            "kind": st.sampled_from(["nf4", "fp4"]),
+            "storage": dtypes,
+            "compute": st.none() | dtypes,
+            "double": st.booleans(),
+            "block": st.sampled_from([32, 64, 4096]),
+            "origin": places,
+        },
+    },
     "compile": {"Compile": {"modules": paths, "fullgraph": st.booleans(), "origin": places}},
     "draws": {
         "SyncRng": {
@@ -361,16 +371,6 @@ any_op = st.one_of(
         dtype=st.none() | dtypes,
         init=st.sampled_from(["default", "gaussian", "random"]),
         seed=st.integers(0, 9),
-        origin=places,
-    ),
-    st.builds(
-        Quantize,
-        members=st.tuples(paths),
-        kind=st.sampled_from(["nf4", "fp4"]),
-        storage=dtypes,
-        compute=st.none() | dtypes,
-        double=st.booleans(),
-        block=st.sampled_from([32, 64, 4096]),
         origin=places,
     ),
     st.builds(Freeze, modules=paths, trainable=st.booleans(), origin=places),

@@ -1,6 +1,6 @@
 """The adapters section -> LoRA on sets of modules; all other parameters are frozen."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,32 +14,40 @@ from planc.elaborate.sections.fsdp_policies import DTYPES
 from planc.elaborate.sections.tensor import read_claims
 from planc.elaborate.sections.word_settings import one_word
 from planc.ir.nodes import AdapterRule, Adapters, Fsdp
+from planc.ops.compressed_weights import CompressedWeights
 from planc.ops.load import Load
 from planc.ops.lora import INITS, Adapt
-from planc.sections.quantization.ops import BLOCKS, KINDS, Quantize
+from planc.sections import NAMES, SECTIONS, Hook
 from planc.syntax import ast
 
 _ARGUMENTS = ("rank", "alpha", "dropout", "dtype", "init", "rslora", "dora", "parameters")
-_QUANT = ("quant", "storage", "compute", "double", "block")
 _DTYPES = {word: name for word, name in DTYPES.items() if name != "float64"}
+_SECTION_OF = {word: name for name in NAMES for word in SECTIONS[name].adapters}
+"""The sections that have actions, by these."""
+ACTIONS = ("lora", *_SECTION_OF, "none")
+_READ_COMPRESSION = Hook[Callable[[Arguments, Span], CompressedWeights]](
+    "section", "read_compression"
+)
 
 
 def lora(call: ast.Call, origin: Span, scope: Scope) -> AdapterRule | None:
-    """`lora(...)` or `qlora(...)` on the whole model, or None after PL012 or PL181."""
-    four = call.name == "qlora"
-    arguments = Arguments(call, scope, (*_ARGUMENTS, *_QUANT) if four else _ARGUMENTS)
+    """`lora(...)`, or a section's action, on the whole model; None after PL012 or PL181."""
+    section = _SECTION_OF.get(call.name, "")
+    more = SECTIONS[section].adapters[call.name] if section else ()
+    arguments = Arguments(call, scope, (*_ARGUMENTS, *more))
     places = {a.name: a.value.origin for a in call.arguments}
     sizes = ("rank", "alpha", "dropout")
     rank, alpha, dropout = (arguments.read(n, None, "a number", number, size) for n in sizes)
     dtype = arguments.word("dtype", _DTYPES, None)
     init = arguments.word("init", {name: name for name in INITS}, "default")
     rslora, parameters = arguments.truth("rslora", False), _parameters(arguments)
-    quant = _quantize(arguments, origin) if four else None
+    read_compression = _READ_COMPRESSION.find(section)
+    compressed = read_compression(arguments, origin) if read_compression else None
     dora = arguments.truth("dora", False)
     if not arguments.done():
         return None
-    if dora and four:
-        message = "DoRA of 4-bit weights is not supported yet: its norms are of their values"
+    if dora and compressed:
+        message = f"DoRA of {compressed.TITLE} is not supported yet: its norms are of their values"
         hint = "write `lora(..., dora = true)`, or remove `dora`"
         scope.sink.error("PL010", message, places["dora"], help=hint)
         return None
@@ -48,7 +56,7 @@ def lora(call: ast.Call, origin: Span, scope: Scope) -> AdapterRule | None:
         arguments.wrong(call, f"`{call.name}` needs a rank", example)
         return None
     given = {"rank": rank, "alpha": alpha, "dropout": dropout}
-    if not _in_range(given, quant, places, scope):
+    if not _in_range(given, compressed, places, scope):
         return None
     assert isinstance(rank, int)
     op = Adapt(
@@ -63,11 +71,14 @@ def lora(call: ast.Call, origin: Span, scope: Scope) -> AdapterRule | None:
         parameters=parameters,
         origin=origin,
     )
-    return AdapterRule(modules=scope.facts.model, adapt=op, quantize=quant, origin=origin)
+    return AdapterRule(modules=scope.facts.model, adapt=op, compressed=compressed, origin=origin)
 
 
 def _in_range(
-    given: Mapping[str, Any], quant: Quantize | None, places: Mapping[Any, Span], scope: Scope
+    given: Mapping[str, Any],
+    compressed: CompressedWeights | None,
+    places: Mapping[Any, Span],
+    scope: Scope,
 ) -> bool:
     """Whether all numbers can be those of an adapter; PL181 for each that can't."""
     before, (rank, alpha, dropout) = scope.sink.errors, given.values()
@@ -78,9 +89,8 @@ def _in_range(
     if dropout is not None and not 0 <= dropout < 1:
         text = f"`dropout` is a fraction of the inputs, from 0 to less than 1, not {dropout}"
         _range(scope, text, places["dropout"])
-    if quant is not None and quant.block not in BLOCKS:
-        text = f"a block is of {BLOCKS[0]} to {BLOCKS[-1]:,} weights, a power of 2"
-        _range(scope, f"{text}, not {quant.block}", places["block"])
+    for argument, text in compressed.range_problems() if compressed else ():
+        _range(scope, text, places[argument])
     return scope.sink.errors == before
 
 
@@ -101,30 +111,17 @@ def _parameters(arguments: Arguments) -> tuple[str, ...]:
     return tuple(arguments.read("parameters", (), wanted, valid, read))
 
 
-def _quantize(arguments: Arguments, origin: Span) -> Quantize:
-    return Quantize(
-        members=(),
-        kind=arguments.word("quant", {name: name for name in KINDS}, "nf4"),
-        storage=arguments.word("storage", _DTYPES, ""),
-        compute=arguments.word("compute", _DTYPES, None),
-        double=arguments.truth("double", False),
-        block=arguments.integer("block", 64),
-        origin=origin,
-    )
-
-
 def _range(scope: Scope, message: str, origin: Span) -> None:
     scope.sink.error("PL181", message, origin)
 
 
-ACTIONS = ("lora", "qlora", "none")
 _SETTINGS = ("units", "seed")
 _UNITS = {"with_layer": False, "own": True}
 
 
 def adapters(program: Program, load: Load | None, fsdp: Fsdp | None) -> Adapters | None:
     """The adapters section of a plan; None without one. `load` and `fsdp` decide the dtype in which
-    4-bit weights are stored.
+    compressed weights are stored.
     """
     sections = list(program.sections_named("adapters"))
     if not sections:
@@ -154,15 +151,15 @@ def adapters(program: Program, load: Load | None, fsdp: Fsdp | None) -> Adapters
 
 
 def _with_storage(rule: AdapterRule, load: Load | None, fsdp: Fsdp | None) -> AdapterRule:
-    """The rule with the dtype in which its 4-bit weights are stored, by default that in which FSDP
-    gathers: FSDP casts parameters of other dtypes, and packed bytes must not be cast.
+    """The rule with the dtype in which its compressed weights are stored, by default that in which
+    FSDP gathers: FSDP casts parameters of other dtypes, and packed bytes must not be cast.
     """
-    if rule.quantize is None or rule.quantize.storage:
+    if rule.compressed is None or rule.compressed.storage:
         return rule
     dtype = fsdp.precision.param if fsdp and fsdp.precision else None
     if dtype is None and (weight := rule.modules.module.parameter("weight")):
         dtype = load.dtype_after_load(weight) if load else weight.dtype
-    return replace(rule, quantize=replace(rule.quantize, storage=dtype or "float32"))
+    return replace(rule, compressed=rule.compressed.with_storage(dtype or "float32"))
 
 
 def _value(item: ast.Setting, scope: Scope) -> bool | int | None:

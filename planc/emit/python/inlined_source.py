@@ -30,7 +30,6 @@ _FILES = (
     "buffers.py",
     "dcp_chunks.py",
     "load_weights.py",
-    str(FOLDER / "quantization" / "standalone.py"),
     *(
         str(file)
         for name in (*BACKENDS.values(), *NAMES)

@@ -123,7 +123,7 @@ class SameWeights:
         told = ""
         for mesh in self.meshes:
             ranks = distributed.get_process_group_ranks(mesh.get_group())
-            # what has not changed is alike, also 4-bit weights, whose parts are plain tensors
+            # what has not changed is alike, also compressed weights, whose parts are plain tensors
             changed = {n: value for n, value in now.items() if noted.get(n) != value}
             own = dict.fromkeys(now, (False, 0)) | {
                 name: (True, 0 if _split(tensors[name], ranks) else value)

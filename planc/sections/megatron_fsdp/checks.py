@@ -200,10 +200,12 @@ def _elsewhere(plan: Plan, section: Fsdp, sink: Sink) -> None:
         message = "Megatron-FSDP needs a model with allocated weights"
         told = f"remove `{name}`; `run.load` still fills the model"
         sink.error("PL498", message, plan.load.origin, help=told)
-    four = next((r for r in plan.adapters.rules if r.quantize), None) if plan.adapters else None
-    if four is not None:
-        message = "Megatron-FSDP with 4-bit weights is untested"
-        sink.error("PL498", message, four.origin, help="remove `quant`, or write `backend = torch`")
+    adapted = plan.adapters.rules if plan.adapters else ()
+    titles = ((r.compressed.TITLE, r.origin) for r in adapted if r.compressed)
+    if (first := next(titles, None)) is not None:
+        title, origin = first
+        message = f"Megatron-FSDP with {title} is untested"
+        sink.error("PL498", message, origin, help="remove `quant`, or write `backend = torch`")
     for stepped in plan.optimizer[:1]:
         message = "Megatron-FSDP steps weights of its own, with an optimizer of the script"
         told = "remove it, and pass an optimizer to `run.optimizer`, or write `backend = torch`"

@@ -1,23 +1,24 @@
 """Frozen weights in 4 bits, through bitsandbytes."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Self
 
-from planc.model.facts import Modules
+from planc.model.facts import DTYPE_BYTES, Modules
 from planc.ops import call, phrases
-from planc.ops.base import AxisSizes, Op, Phase, SimulationKind, Some, choice
+from planc.ops.base import AxisSizes, Phase, SimulationKind, Some, choice
 from planc.ops.decisions import Decision, Question
+from planc.ops.registry import SectionOp
 from planc.ops.requirements import Requirement
 
-KINDS = ("nf4", "fp4")
+NUMBERS = ("nf4", "fp4")
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 """The sizes that `bitsandbytes.functional.quantize_4bit` takes."""
 Float = Annotated[str, choice("float32", "bfloat16", "float16")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quantize(Op):
+class Quantize(SectionOp):
     """bitsandbytes' `quantize_4bit` of each layer's weight, whose bytes become one column.
 
     Args:
@@ -30,7 +31,7 @@ class Quantize(Op):
     """
 
     members: Some[Modules]
-    kind: Annotated[str, choice(*KINDS)]
+    kind: Annotated[str, choice(*NUMBERS)]
     storage: Float
     compute: Float | None = None
     double: bool = False
@@ -52,6 +53,27 @@ class Quantize(Op):
         for modules in self.members:
             made = call.FunctionCall(f"sections.quantization.standalone:{name}", arguments, options)
             yield call.Each(modules=modules, calls=(made,), note=self.place)
+
+    SECTION: ClassVar = "quantization"
+    ANSWER: ClassVar = "adapter"
+    TITLE: ClassVar[str] = "4-bit weights"
+    LAYER: ClassVar[str] = "FourBit"
+
+    def with_storage(self, dtype: str) -> Self:
+        return replace(self, storage=dtype)
+
+    def range_problems(self) -> Iterator[tuple[str, str]]:
+        if self.block not in BLOCKS:
+            sizes = f"{BLOCKS[0]} to {BLOCKS[-1]:,} weights, a power of 2"
+            yield "block", f"a block is of {sizes}, not {self.block}"
+
+    def column_length(self, numel: int) -> int:
+        return -(-numel // (2 * DTYPE_BYTES[self.storage]))
+
+    def scale_bytes(self, numel: int, ranks: int) -> int:
+        """A scale is a float32; with `double` it is a byte, plus one float32 for 256 of them."""
+        blocks = -(-numel // (ranks * self.block))
+        return blocks + 4 * -(-blocks // 256) if self.double else 4 * blocks
 
     READS_VALUES: ClassVar = True
     SIMULATION: ClassVar = SimulationKind.NEVER
@@ -94,3 +116,6 @@ class Quantize(Op):
             for op in ops
             for path in phrases.together(str(phrases.layer(m)) for m in op.members)
         )
+
+
+KINDS = (Quantize,)

@@ -249,7 +249,7 @@ def test_the_storage_of_4_bit_weights_is_a_part_of_the_rule():
         (UNITS, "load {\n dtype = fp32\n}\n", "float32"),
     ):
         plan, _, _ = elaborated(f"plan t for llama\n{MESH}{cast}{body}{units}")
-        assert [rule.quantize.storage for rule in plan.adapters.rules] == [dtype]
+        assert [rule.compressed.storage for rule in plan.adapters.rules] == [dtype]
 
 
 def test_weights_are_packed_between_freezing_and_units():
