@@ -38,7 +38,6 @@ from planc.ops.backend import Backend
 from planc.ops.base import AxisRole, Op, Phase, Shape
 from planc.ops.configure import Configure
 from planc.ops.context import Attend, ContextParallel
-from planc.ops.documents import ResetStates, resets
 from planc.ops.expert_capacity import LimitExperts
 from planc.ops.expert_parallel import ALL_REDUCE, DispatchExperts
 from planc.ops.freeze import Freeze
@@ -134,7 +133,6 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
         *_merge(dispatch_operations(plan)),
         *_contexts(plan),
         *_merge(_exchanges(plan)),
-        *_resets(plan, facts),
         *_freeze(tensor, plan),
         *_section_operations(plan, facts),
         *_merge(capacity_operations(plan)),
@@ -182,13 +180,6 @@ def _contexts(plan: Plan) -> Iterator[ContextParallel]:
     for rule in plan.context:
         if rule.op is not None and plan.mesh.size(rule.axis) > 1:
             yield rule.op
-
-
-def _resets(plan: Plan, facts: Facts) -> Iterator[ResetStates]:
-    """Yields the reset of recurrent states at documents, if each rank computes full sequences."""
-    parts = resets(facts)
-    if parts and all(op.attention == "gather" for op in _contexts(plan)):
-        yield ResetStates(parts=parts)
 
 
 def _images(plan: Plan, facts: Facts) -> Iterator[DivideImages]:

@@ -111,6 +111,8 @@ class Phase(IntEnum):
     INSIDE_EXPERTS = auto()
     """Styles on the experts of a rank."""
     CONTEXT = auto()
+    DOCUMENTS = auto()
+    """Recurrent states are reset at documents."""
     FREEZE = auto()
     QUANTIZE = auto()
     CHECKPOINT = auto()
@@ -424,6 +426,11 @@ class Op:
         if self.ROLE in (AxisRole.SEQUENCE, AxisRole.STAGE) and step.skips_blocks:
             return f"what backward leaves out of {self.WORD} for frozen blocks"
         return ""
+
+    @property
+    def state_updates(self) -> tuple[str, ...]:
+        """The functions of the model whose recurrent states it resets at documents."""
+        return ()
 
     @property
     def requirements(self) -> tuple[Requirement, ...]:

@@ -145,6 +145,10 @@ class ContextParallel(KeysOp):
         """The runs of tokens that a rank has of a row, which all are equally long."""
         return 1 if self.balance == "none" else 2
 
+    @property
+    def state_updates(self) -> tuple[str, ...]:
+        return self.states
+
     def calls(self, _context: call.Context) -> Iterator[call.Step]:
         keywords = self.keys + call.drop_none(balance=self.balance)
         if self.states:

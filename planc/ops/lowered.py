@@ -192,6 +192,11 @@ class Lowered(InNotebooks):
         return tuple(op for op in self.ops if isinstance(op, CompressedWeights))
 
     @property
+    def state_updates(self) -> tuple[str, ...]:
+        """The functions whose recurrent states any rank resets at documents."""
+        return tuple(sorted({part for op in self.ops for part in op.state_updates}))
+
+    @property
     def contexts(self) -> list[ContextParallel]:
         """The operations that split sequences, or images, over an axis."""
         return self.find_ops(ContextParallel)

@@ -11,7 +11,6 @@ from planc.ops.backend import Backend
 from planc.ops.base import Form, Op
 from planc.ops.configure import Configure
 from planc.ops.context import Attend, ContextParallel
-from planc.ops.documents import ResetStates
 from planc.ops.expert_capacity import LimitExperts
 from planc.ops.expert_parallel import DispatchExperts
 from planc.ops.freeze import Freeze
@@ -49,7 +48,6 @@ AnyOp = Annotated[
     | DispatchExperts
     | ContextParallel
     | Attend
-    | ResetStates
     | Freeze
     | Checkpoint
     | LimitExperts

@@ -4,7 +4,6 @@ plans without tensor parallelism: FSDP gathers a unit when its module is called.
 
 from planc.diagnostics.diagnostic import Sink
 from planc.model.facts import Facts, generic
-from planc.ops.documents import parts_reset
 from planc.ops.lowered import Lowered
 from planc.proxy.flow import flow_of, flow_source
 from planc.runtime.leaks import DOCUMENTS, PADDING, leaks
@@ -18,7 +17,7 @@ def report_leaks(facts: Facts, lowered: Lowered, sink: Sink) -> None:
     unknown (PL558).
     """
     own = facts.code or facts.user_model is not None or not facts.config.get("model_type")
-    found = {} if own else leaks(facts.config, facts.name, parts_reset(lowered.ops))
+    found = {} if own else leaks(facts.config, facts.name, lowered.state_updates)
     if isinstance(found, str):
         sink.info(
             "PL558",

@@ -285,8 +285,8 @@ def _together(reasons: Sequence[Reason]) -> Iterator[Reason]:
 
 def decision_names() -> tuple[str, ...]:
     """The names of an answer's decisions: fields, and sections that are folders."""
-    sections = (kind.SECTION for kind in kinds() if kind.SECTION and not kind.ANSWER)
-    return tuple(dict.fromkeys((*_DECISIONS, *sections)))
+    decide = (kind for kind in kinds() if kind.SECTION and kind.ABOUT and not kind.ANSWER)
+    return tuple(dict.fromkeys((*_DECISIONS, *(kind.SECTION for kind in decide))))
 
 
 def document(answer: Reasons, lowered: Lowered) -> dict[str, Any]:

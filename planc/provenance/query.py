@@ -173,7 +173,7 @@ class _Question:
     def _section_reasons(self) -> Iterator[tuple[str, tuple[Reason, ...]]]:
         """Yields the reasons of each section that has no field in `Reasons`."""
         known = {field.name for field in fields(Reasons)}
-        ops = [op for op in self.lowered.ops if op.SECTION and not op.ANSWER]
+        ops = [op for op in self.lowered.ops if op.SECTION and op.ABOUT and not op.ANSWER]
         for name in dict.fromkeys(op.SECTION for op in ops if op.SECTION not in known):
             yield name, tuple(self._reasons(op for op in ops if name == op.SECTION))
 

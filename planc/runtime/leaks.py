@@ -36,7 +36,7 @@ def leaks(
     Args:
         config: of the model, with its `model_type`.
         name: of its class, one of transformers.
-        parts: of `ResetStates`, which the model is run with; empty for none.
+        parts: the functions whose states are reset at documents; empty for none.
     """
     try:
         small = shrink(config, ranks=1).values

@@ -96,6 +96,7 @@ NAMES = (
     "compile",
     "loss",
     "serve",
+    "documents",
     "draws",
 )  # fmt: skip
 BACKENDS = {"megatron": "megatron_fsdp"}

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from planc.ops.base import AxisRole
-from planc.ops.documents import parts_reset
 from planc.ops.lowered import Lowered
 from planc.ops.towers import ShareTower
 from planc.proxy.input_search import BatchShape, forward_arguments, rank_slice
@@ -122,7 +121,7 @@ def batches(
 
     model = for_trial(builder.build(seed), lowered)
     dtype, alone = trial_dtype(lowered), bool(separate_ops(lowered))
-    reset_states(model, *parts_reset(lowered.ops))
+    reset_states(model, *lowered.state_updates)
     counted = _counts(model, plain(0))
     config = getattr(model, "config", None)
     tokens = placeholders(config) if ranks == 1 or lowered.has(ShareTower) else {}

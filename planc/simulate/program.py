@@ -15,7 +15,6 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
 from planc.ops.base import Op
-from planc.ops.documents import parts_reset
 from planc.ops.expert_capacity import LimitExperts
 from planc.ops.lowered import Lowered
 from planc.ops.registry import AnyOp
@@ -494,7 +493,7 @@ def _as_planned(model: nn.Module, lowered: Lowered) -> None:
     for op in lowered.ops:
         if change := _CHANGE_REFERENCE.find(op.SECTION):
             change(model, op)
-    reset_states(model, *parts_reset(lowered.ops))
+    reset_states(model, *lowered.state_updates)
     limit_whole_rows(model, lowered.ops)
 
 

@@ -25,7 +25,6 @@ import planc
 from planc.diagnostics.diagnostic import Sink
 from planc.ops.context import ContextParallel
 from planc.ops.document import loads
-from planc.ops.documents import parts_reset
 from planc.ops.expert_capacity import LimitExperts
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, FullyShard
@@ -55,7 +54,7 @@ def lowered(job):
 def wanted(job):
     """What the single process depends on."""
     plan = lowered(job)
-    every = [job.values, frozen(plan), divided(plan), adapters(plan), parts_reset(plan.ops)]
+    every = [job.values, frozen(plan), divided(plan), adapters(plan), plan.state_updates]
     every += [[*op.modules.names(), op.settings] for op in plan.find_ops(LimitExperts)]
     return json.dumps(every, sort_keys=True)
 
@@ -195,7 +194,7 @@ def single(job, path):
     """Trains without the plan, and writes all that the ranks compare with."""
     plan = lowered(job)
     model = add_adapters(build(job.values), plan)
-    reset_states(model, *parts_reset(plan.ops))  # in one process states of documents leak
+    reset_states(model, *plan.state_updates)  # in one process states of documents leak
     for op in plan.find_ops(LimitExperts):  # an expert has the slots of whole rows
         limited = [model.get_submodule(name) for name in op.modules.names()]
         limit_experts(model, limited, **op.settings)

@@ -42,6 +42,7 @@ KNOWN = {
         r"|loss in chunks",
         6,
     ),
+    "documents": (r"ResetStates|reset_states|\bRESETS\b|keep_documents_apart", 6),
     "draws": (r"SyncRng|DrawByRank|DrawApart|sync_rng|draw_by_rank|draw_apart|draws.standalone", 0),
     "train": (r"\bFreeze\b|[`\"']train[`\"'] section|\"train\"|train \{", 10),
 }

@@ -21,7 +21,6 @@ from planc.diagnostics.codes import CODES
 from planc.diagnostics.diagnostic import Sink
 from planc.model.sources.diffusers import normal
 from planc.ops.document import digest, loads
-from planc.ops.documents import parts_reset
 from planc.ops.optimizer import Optimize
 from planc.proxy.diffusers_model import DiffusersBuilder
 from planc.proxy.input_search import BatchShape
@@ -179,7 +178,7 @@ def reference(model, right, changes, script):
     for op in losses:
         change_reference(made, op)
     made = apply_for_reference(made, lowered)
-    reset_states(made, *parts_reset(lowered.ops))
+    reset_states(made, *lowered.state_updates)
     found = trained_alone(made, lowered, loop)
     ranks = len(found["logits"]) // 2  # that have the rows of each of two passes
     if ranks > 1:

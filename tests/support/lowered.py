@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from planc.diagnostics.source import Span
 from planc.model.facts import Module, Modules, parse_path
 from planc.model.indices import Indices
+from planc.model.recurrent_states import UPDATES
 from planc.ops.activation_checkpoint import Checkpoint, Save
 from planc.ops.base import AxisRole, Shape
 from planc.ops.configure import Configure
-from planc.ops.documents import RESETS, ResetStates
 from planc.ops.freeze import Freeze
 from planc.ops.fsdp import Divide, FullyShard, Prefetch, Spread
 from planc.ops.load import Load
@@ -322,6 +322,7 @@ blocks = st.builds(
 
 
 dtypes = st.sampled_from(["float32", "bfloat16", "float16"])
+PARTS = sorted({part for parts in UPDATES.values() for part in parts})
 SECTION_OPS = {
     "quantization": {
         "Quantize": {
@@ -335,6 +336,9 @@ SECTION_OPS = {
         },
     },
     "compile": {"Compile": {"modules": paths, "fullgraph": st.booleans(), "origin": places}},
+    "documents": {
+        "ResetStates": {"parts": st.lists(st.sampled_from(PARTS), min_size=1).map(tuple)},
+    },
     "draws": {
         "SyncRng": {
             "axis": st.sampled_from(["tp", "ep"]),
@@ -379,13 +383,6 @@ any_op = st.one_of(
         factor=st.integers(1, 9) | st.sampled_from([0.5, 2.5]),
         units=st.lists(paths, max_size=2, unique_by=str).map(tuple),
         origin=places,
-    ),
-    st.builds(
-        ResetStates,
-        parts=st.lists(
-            st.sampled_from(sorted({part for parts in RESETS.values() for part in parts})),
-            min_size=1,
-        ).map(tuple),
     ),
     st.builds(
         Prefetch,

@@ -13,9 +13,9 @@ from planc.ir.nodes import ContextRule, ImagesSetting
 from planc.model.config import is_diffusers
 from planc.model.facts import Modules
 from planc.model.module_table import puts_images
+from planc.model.recurrent_states import state_updates
 from planc.model.roles import attention as attention_of
 from planc.ops.context import Attend, ContextParallel
-from planc.ops.documents import resets
 from planc.syntax import ast
 
 _SCRIPT, _GATHER = "script", "gather"
@@ -127,7 +127,7 @@ def _rule(
             program.sink.error("PL012", message, lines["images"].origin, help="remove it")
         yield ContextRule(axis=axis, op=None, origin=origin)
     elif attention is not None:
-        states = () if attention == _GATHER else resets(program.facts)
+        states = () if attention == _GATHER else state_updates(program.facts)
         # masks of whole rows are as much work for each rank; a ring leaves tiles out
         even = attention == _GATHER or (bool(states) and attention != "ring")
         even |= is_diffusers(program.facts.config)

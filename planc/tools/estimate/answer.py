@@ -17,10 +17,10 @@ from planc.ir.optimizer_dtype import assume_fp32_steps
 from planc.lowering.step import require_divisible
 from planc.model.config import integer_of
 from planc.model.facts import Facts
+from planc.model.recurrent_states import state_updates
 from planc.model.roles import TOWER, lists
 from planc.ops import phrases
 from planc.ops.base import AxisRole
-from planc.ops.documents import resets
 from planc.ops.optimizer import OptimizerClass
 from planc.sections import Hook
 from planc.tools.estimate import profiles
@@ -375,7 +375,7 @@ def assumptions(found: Answer, images: str = "") -> Iterator[str]:
         said += "the plan or the configuration has them"
     if any(a.linear for part in found.work.stages for x, _ in part for a in x.attention):
         yield "linear attention in fused kernels (fla, mamba_ssm)"
-    elif not found.request.kernels and resets(found.facts):
+    elif not found.request.kernels and state_updates(found.facts):
         yield "states by torch's operators, which hold more than kernels (fla, mamba_ssm)"
     algorithms = (rule.op.algorithm for rule in found.plan.optimizer)
     if own := sorted({str(a.path) for a in algorithms if isinstance(a, OptimizerClass)}):

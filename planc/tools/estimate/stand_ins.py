@@ -25,8 +25,8 @@ from torch.nn import functional
 
 from planc.infer.apply_adapters import is_factor
 from planc.model.facts import Facts, Module
+from planc.model.recurrent_states import state_updates
 from planc.model.roles import attention, block_names, roles
-from planc.ops.documents import resets
 from planc.ops.lora import HALVES, MAGNITUDE, factor_name
 from planc.runtime.standalone.context import RUNNING, ContextParallel, register
 from planc.runtime.standalone.context_blocks import ContextInBlocks, lists_with
@@ -169,10 +169,10 @@ def exchanging(model: nn.Module, facts: Facts, job: MicroBatch) -> Iterator[None
     ranks = None
     with ExitStack() as stack:
         if job.states[0]:
-            ranks = StatesAlone(job, resets(facts))
+            ranks = StatesAlone(job, state_updates(facts))
             for file in {type(module).__module__ for module in model.modules()}:
                 stack.enter_context(mock.patch.dict(vars(sys.modules[file])))
-            replace_parts(model, {*resets(facts)})
+            replace_parts(model, {*state_updates(facts)})
         stack.enter_context(running(None, ranks))
         stack.callback(setattr, RUNNING, "context", None)
         yield

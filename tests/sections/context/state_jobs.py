@@ -15,7 +15,7 @@ from transformers import masking_utils
 
 from planc.diagnostics.diagnostic import Sink
 from planc.model.load import load_values
-from planc.ops.documents import resets
+from planc.model.recurrent_states import state_updates
 from planc.proof.small_case import small_model
 from planc.proxy.transformers_model import TransformersBuilder, without_cache
 from planc.runtime.standalone.context import context_parallel
@@ -65,7 +65,7 @@ def made(family, **changes):
     facts = load_values(values, family, Sink())
     model = TransformersBuilder(small_model(facts).values).build(0).train()
     without_cache(model)
-    return doubled(model), resets(facts)
+    return doubled(model), state_updates(facts)
 
 
 def doubled(model):

@@ -9,7 +9,7 @@ from helpers import sampled
 from state_jobs import limit
 from torch.distributed.device_mesh import init_device_mesh
 
-from planc.ops.documents import RESETS
+from planc.model.recurrent_states import UPDATES
 from planc.runtime.standalone import context as parallel
 from planc.runtime.standalone import context_states, documents
 from planc.runtime.standalone.context_states import EXCHANGES, StateRanks
@@ -179,5 +179,5 @@ def test_another_function_that_hands_states_on_is_refused(monkeypatch):
 
 def test_each_way_is_for_what_hands_states_on():
     assert {*EXCHANGES} <= {*TOKENS}
-    assert {part for parts in RESETS.values() for part in parts} == {*TOKENS}
+    assert {part for parts in UPDATES.values() for part in parts} == {*TOKENS}
     assert not {*FUSED} & {*TOKENS}

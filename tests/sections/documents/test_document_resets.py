@@ -20,7 +20,7 @@ from transformers.integrations import use_kernel_func_from_hub_with_fallback as 
 from planc.diagnostics.diagnostic import Sink
 from planc.model.load import load_values
 from planc.model.own_code import own_code
-from planc.ops.documents import RESETS, resets
+from planc.model.recurrent_states import UPDATES, state_updates
 from planc.proof.small_case import small_model
 from planc.proxy.transformers_model import TransformersBuilder, without_cache
 from planc.runtime.leaks import leaks
@@ -68,7 +68,7 @@ def made(family):
     for module in model.modules():
         if hasattr(getattr(module, "config", None), "_experts_implementation"):
             module.config._experts_implementation = "eager"
-    return model, resets(facts), (small, facts.name)
+    return model, state_updates(facts), (small, facts.name)
 
 
 def packed(model, cuts=CUTS):
@@ -416,7 +416,7 @@ def test_a_part_that_is_not_reset_is_found(family, uncached):
 def test_a_check_that_leaves_one_out_says_it(uncached, monkeypatch):
     _, found = simulated("bamba-9b", "bamba", ["tp=2"], world=2)
     assert "PL517" not in [d.code for d in found]
-    monkeypatch.setitem(RESETS, "BambaMixer", ("causal_conv1d_fn",))
+    monkeypatch.setitem(UPDATES, "BambaMixer", ("causal_conv1d_fn",))
     _, found = simulated("bamba-9b", "bamba", ["tp=2"], world=2)
     assert [d.severity for d in found if d.code == "PL517"] == ["info"]
 
@@ -456,7 +456,7 @@ def families():
     found = []
     for folder in sorted(p for p in MODELS.iterdir() if [*p.glob("modeling_*.py")]):
         called, classes, stateful = calling(folder)
-        parts = sorted({part for kind in classes for part in RESETS.get(kind, ())})
+        parts = sorted({part for kind in classes for part in UPDATES.get(kind, ())})
         if called or parts or stateful:
             found.append((folder.name, parts, called, stateful))
     return tuple(found)
@@ -467,9 +467,9 @@ def test_every_class_that_calls_such_a_function_is_known():
     seen = set()
     for family, _, called, _ in families():
         for kind, names in called.items():
-            assert {*RESETS[kind]} >= names - {*FUSED}, (family, kind)
-            seen |= {*RESETS[kind]}
-    assert {part for parts in RESETS.values() for part in parts} == {*TOKENS}
+            assert {*UPDATES[kind]} >= names - {*FUSED}, (family, kind)
+            seen |= {*UPDATES[kind]}
+    assert {part for parts in UPDATES.values() for part in parts} == {*TOKENS}
     assert {name for name in TOKENS if "." not in name} <= seen and {*UNMASKED} <= {*TOKENS}
 
 

@@ -12,12 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import planc
 from planc.diagnostics.diagnostic import Sink
 from planc.model.load import load_values
-from planc.ops.documents import ResetStates
 from planc.proof.called_modules import report_leaks
 from planc.proxy.transformers_model import TransformersBuilder
 from planc.runtime import preconditions
 from planc.runtime.leaks import leaks
 from planc.runtime.safeguards import leaking_rows
+from planc.sections.documents.ops import ResetStates
 from planc.simulate.thread_ranks import run_ranks
 
 LENGTH = 12
