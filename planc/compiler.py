@@ -9,7 +9,6 @@ from planc.diagnostics.diagnostic import Sink
 from planc.elaborate import elaborate
 from planc.elaborate.scope import Sizes
 from planc.infer.apply_adapters import adapt_plan
-from planc.infer.divided_images import divide_images
 from planc.infer.infer_layouts import infer_layouts
 from planc.infer.shard_dims import choose_shard_dims
 from planc.infer.stage_inputs import place_styled_inputs
@@ -20,6 +19,7 @@ from planc.model.load import load
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
 from planc.sections import Hook
+from planc.sections.images.infer import divide_images
 from planc.syntax import ast, plan_files
 from planc.tools.estimate.stages import with_timed_stages
 

@@ -49,8 +49,8 @@ from planc.ops.registry import AnyOp
 from planc.ops.rotary import ShareLongestPosition
 from planc.ops.styles import PARAMETERLESS, Input, Output, Replicated, Sequence
 from planc.ops.tensor_parallel import Parallelize, Tie
-from planc.ops.towers import DivideImages, ShareTower
 from planc.sections import IMPLIED, Hook
+from planc.sections.images.ops import DivideImages, ShareTower
 
 
 def lower(plan: Plan, facts: Facts) -> Lowered:

@@ -42,8 +42,8 @@ from planc.ops.pipeline import Pipeline
 from planc.ops.registry import AnyOp
 from planc.ops.styles import Colwise, Experts, Input, Sequence
 from planc.ops.tensor_parallel import Parallelize
-from planc.ops.towers import DivideImages
 from planc.sections import Hook
+from planc.sections.images.ops import DivideImages
 
 
 def sends(step: Step) -> tuple[Sent, ...]:

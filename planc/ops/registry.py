@@ -21,8 +21,8 @@ from planc.ops.optimizer import Optimize
 from planc.ops.pipeline import Pipeline
 from planc.ops.rotary import ShareLongestPosition
 from planc.ops.tensor_parallel import Parallelize, Tie
-from planc.ops.towers import DivideImages, ShareTower
 from planc.sections import NAMES, Hook
+from planc.sections.images.ops import DivideImages, ShareTower
 
 _KINDS = Hook[tuple[type[Op], ...]]("ops", "KINDS")
 

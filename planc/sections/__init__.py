@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 PARTS = {
     "section": "reads the section into rules",
     "ops": "its operations",
+    "infer": "plan -> plan: what follows from its rules",
     "checks": "rules -> findings",
     "lowering": "rules -> operations; their collectives and bytes",
     "standalone": "functions that emitted scripts inline; imports nothing of planc",

@@ -19,7 +19,6 @@ from torch import nn
 
 from planc.ops.base import AxisRole
 from planc.ops.lowered import Lowered
-from planc.ops.towers import ShareTower
 from planc.proxy.input_search import BatchShape, forward_arguments, rank_slice
 from planc.proxy.refused_inputs import refuses_inputs
 from planc.proxy.sample_inputs import Inputs
@@ -27,6 +26,7 @@ from planc.proxy.user_model import ModelBuilder
 from planc.runtime.standalone.documents import RESETS, reset_states
 from planc.runtime.standalone.images import Tokens, placeholders, rows_of_images
 from planc.runtime.standalone.loss import IGNORED
+from planc.sections.images.ops import ShareTower
 from planc.simulate.numerics import for_trial, trial_dtype
 from planc.simulate.trial_part import separate_ops
 

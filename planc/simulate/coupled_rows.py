@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from planc.ops.lowered import Lowered
-from planc.ops.towers import ShareTower
 from planc.proxy.refused_inputs import refuses_inputs
 from planc.runtime.collectives import named_modules
+from planc.sections.images.ops import ShareTower
 from planc.simulate.batches import TrialPass
 from planc.simulate.numerics import parameters_by_name, relative
 from planc.simulate.outcome import LIMIT

@@ -13,7 +13,7 @@ from planc.diagnostics.diagnostic import PlanError, first_line
 from planc.model.facts import below
 from planc.ops import styles as ir
 from planc.ops.lowered import Lowered
-from planc.ops.towers import DivideImages
+from planc.sections.images.ops import DivideImages
 from planc.simulate import observed_layouts
 from planc.simulate.batches import Batches
 from planc.simulate.numerics import FLOOR, relative

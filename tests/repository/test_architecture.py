@@ -57,6 +57,7 @@ PARTS = {
     "__init__": "sections",
     "ops": "ops",
     "section": "elaborate",
+    "infer": "infer",
     "checks": "checks",
     "lowering": "lowering",
     "standalone": "runtime",

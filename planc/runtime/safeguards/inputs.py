@@ -22,7 +22,6 @@ from planc.compat.trees import _pytree
 from planc.diagnostics.diagnostic import PlanError, one_of
 from planc.ops.base import AxisRole
 from planc.ops.lowered import Lowered
-from planc.ops.towers import ShareTower
 from planc.runtime.counted_labels import IGNORE_INDEX, NEXT_LABELS, rule_of
 from planc.runtime.meshes import Meshes, rows_of
 from planc.runtime.preconditions import stop, warning
@@ -45,6 +44,7 @@ from planc.runtime.standalone.collectives import all_gather
 from planc.runtime.standalone.context import CONTEXT
 from planc.runtime.standalone.images import OF_IMAGES
 from planc.runtime.standalone.towers import SOUND, kinds_of
+from planc.sections.images.ops import ShareTower
 
 _ARGUMENTS = 32
 """The arguments that are told apart in a message; the same for all ranks, whatever they read."""

@@ -14,10 +14,8 @@ from torch.distributed.tensor import Replicate
 
 from planc.compiler import compile_plan
 from planc.diagnostics.diagnostic import Sink
-from planc.infer.divided_images import divide_images
 from planc.model.module_table import facts_of, parts_of_images, puts_images
 from planc.ops.tensor_parallel import Parallelize
-from planc.ops.towers import DivideImages
 from planc.runtime.standalone.divided_images import (
     DividedImages,
     columns_of,
@@ -27,6 +25,8 @@ from planc.runtime.standalone.divided_images import (
 from planc.runtime.standalone.images import ImagesError, some_images
 from planc.runtime.standalone.shards import whole_of
 from planc.runtime.standalone.tensor_styles import BareParallel, SummedGradient
+from planc.sections.images.infer import divide_images
+from planc.sections.images.ops import DivideImages
 from planc.simulate.simulate import simulate
 from planc.simulate.thread_ranks import run_ranks
 

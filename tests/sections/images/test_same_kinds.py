@@ -8,10 +8,10 @@ from helpers import simulated_case
 
 from planc.diagnostics.diagnostic import PlanError
 from planc.ops.document import digest
-from planc.ops.towers import ShareTower
 from planc.proxy.input_search import BatchShape, rank_slice
 from planc.runtime.executor import apply_lowered
 from planc.runtime.standalone import towers
+from planc.sections.images.ops import ShareTower
 from planc.simulate.thread_ranks import run_ranks
 
 TEXT = ("input_ids", "labels", "mm_token_type_ids")
