@@ -10,6 +10,7 @@ from planc.elaborate import elaborate
 from planc.elaborate.scope import Sizes
 from planc.infer.apply_adapters import adapt_plan
 from planc.infer.infer_layouts import infer_layouts
+from planc.infer.section_rules import complete_rules
 from planc.infer.shard_dims import choose_shard_dims
 from planc.infer.stage_inputs import place_styled_inputs
 from planc.ir.nodes import Plan
@@ -19,7 +20,6 @@ from planc.model.load import load
 from planc.ops.document import digest
 from planc.ops.lowered import Lowered
 from planc.sections import Hook
-from planc.sections.images.infer import divide_images
 from planc.syntax import ast, plan_files
 from planc.tools.estimate.stages import with_timed_stages
 
@@ -27,7 +27,7 @@ Files = tuple[ast.File, ...] | lowered_file.LoweredFile
 Draft = Callable[[Facts], tuple[ast.File, ...] | None]
 Applied = tuple[Plan, Facts]
 Pass = Callable[[Plan, Facts, Sink], Plan]
-PASSES: tuple[Pass, ...] = (infer_layouts, divide_images, place_styled_inputs, choose_shard_dims)
+PASSES: tuple[Pass, ...] = (infer_layouts, complete_rules, place_styled_inputs, choose_shard_dims)
 """The passes that add to an elaborated plan what follows from its lines, in order."""
 _CHOOSE = Hook[Callable[[Plan, Applied, Sink], tuple[Plan, Applied]]]("choice", "choose_rules")
 

@@ -261,7 +261,6 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL569", "warning", "plan", "checkpoints under a schedule that splits backward passes"),
     ("PL570", "warning error", "plan", "gradients in fp16 without a loss scale"),
     ("PL571", "error", "plan", "attention that gathers tokens, in a model without attention"),
-    ("PL572", "error", "plan", "images that cannot be divided over an axis"),
     ("PL575", "error", "plan", "a trainable parameter that no rule of the optimizer section steps"),
     ("PL576", "error", "plan", "a matrix optimizer on an embedding, a head or a router"),
     ("PL577", "error", "plan", "the units of a matrix optimizer do not fit the weight"),

@@ -142,3 +142,16 @@ def _inner_first(units: Iterable[Unit]) -> list[Unit]:
 
 def _holds(outer: Unit, inner: Unit) -> bool:
     return any(i.deeper(o) for o in outer.members for i in inner.members)
+
+
+def data_axes(plan: Plan) -> tuple[str, ...]:
+    """The axes whose ranks read different data: those that average gradients.
+
+    Context parallelism shards parameters over its axis too, but its ranks share a sample.
+    """
+    if plan.fsdp is None:
+        return ()
+    names = {*plan.fsdp.shard, *plan.fsdp.replicate}
+    return tuple(
+        a.name for a in plan.mesh.axes if a.name in names and a.role is not AxisRole.SEQUENCE
+    )

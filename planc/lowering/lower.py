@@ -17,7 +17,6 @@ its own hook is the last.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import product
 from operator import itemgetter
 from typing import TypeVar
 
@@ -27,12 +26,12 @@ from planc.ir.local_shapes import local_shape, split_by_rules
 from planc.ir.nodes import AdapterRule, OptimizerRule, Plan, TensorRule
 from planc.ir.optimizer_groups import cut_of, steps_of
 from planc.ir.parameter_owners import stepped_dtypes
-from planc.lowering.fsdp import settings, units_of
+from planc.lowering.fsdp import data_axes, settings, units_of
 from planc.lowering.lora import adapt, scales
 from planc.lowering.memory import Holdings
 from planc.lowering.stages import of_ranks
 from planc.model.facts import MODULE_DICT, Facts, Module, Modules
-from planc.model.module_table import BATCHED_EXPERTS, parts_of_images, puts_images, puts_sound
+from planc.model.module_table import BATCHED_EXPERTS
 from planc.model.rotary import length_dependent_rotary
 from planc.ops.backend import Backend
 from planc.ops.base import AxisRole, Op, Phase, Shape
@@ -50,7 +49,6 @@ from planc.ops.rotary import ShareLongestPosition
 from planc.ops.styles import PARAMETERLESS, Input, Output, Replicated, Sequence
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.sections import IMPLIED, Hook
-from planc.sections.images.ops import DivideImages, ShareTower
 
 
 def lower(plan: Plan, facts: Facts) -> Lowered:
@@ -99,7 +97,7 @@ def _lower(plan: Plan, facts: Facts, stages: tuple[Stage, ...]) -> Lowered:
         module_dicts=tuple(_module_dicts(facts)),
         axes=plan.mesh.axes,
         experts=plan.mesh.experts,
-        data=_data(plan),
+        data=data_axes(plan),
         stages=stages,
     )
 
@@ -138,7 +136,7 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
         *_merge(capacity_operations(plan)),
         *units,
         *settings(plan, facts),
-        *_inputs(plan, facts),
+        *_rotary(plan, facts),
         *_merge(optimize(plan, facts)),
     ]
     phases = [(op.PHASE, op) for op in ops]
@@ -182,41 +180,10 @@ def _contexts(plan: Plan) -> Iterator[ContextParallel]:
             yield rule.op
 
 
-def _images(plan: Plan, facts: Facts) -> Iterator[DivideImages]:
-    """Ranks that have the same images, each of which runs the tower on some of them: those of a
-    tensor axis divide the images that a rank of a context axis has.
-    """
-    wide = [s for s in plan.images if s.divided and plan.mesh.size(s.axis) > 1]
-    for setting, holder in product(wide, puts_images(facts)):
-        yield DivideImages(
-            modules=holder,
-            tower=tuple(f"{holder}.{n}".removeprefix(".") for n in parts_of_images(holder)),
-            axis=setting.axis,
-            parts=setting.parts,
-            times=setting.times,
-            origin=setting.origin,
-        )
-
-
-def _towers(plan: Plan, facts: Facts) -> Iterator[ShareTower]:
-    """Data ranks that train a tower, or gather its weights, run it in the same passes."""
-    axes = tuple(axis for axis in _data(plan) if plan.mesh.size(axis) > 1)
-    if axes:
-        for holder in (*puts_images(facts), *puts_sound(facts)):
-            yield ShareTower(modules=holder, axes=axes)
-
-
-def _inputs(plan: Plan, facts: Facts) -> Iterator[AnyOp]:
-    """The operations on what a pass reads: images, sounds, lengths."""
-    yield from _images(plan, facts)
-    yield from _towers(plan, facts)
-    yield from _rotary(plan, facts)
-
-
 def _rotary(plan: Plan, facts: Facts) -> Iterator[ShareLongestPosition]:
     """Ranks choose the frequencies of one process that reads the rows of all of them."""
     if length_dependent_rotary(facts.config):
-        axes = tuple(axis for axis in _data(plan) if plan.mesh.size(axis) > 1)
+        axes = tuple(axis for axis in data_axes(plan) if plan.mesh.size(axis) > 1)
         parts = tuple(op.axis for op in _contexts(plan) if plan.mesh.size(op.axis) > 1)
         if axes or parts or plan.pipeline:
             yield ShareLongestPosition(axes=axes, parts=parts)
@@ -258,19 +225,6 @@ def _module_dicts(facts: Facts) -> Iterator[str]:
     module_dicts = (m for m in lists if m.module.cls == MODULE_DICT)
     names = (".".join(s if isinstance(s, str) else "*" for s in m.path) for m in module_dicts)
     yield from dict.fromkeys(names)
-
-
-def _data(plan: Plan) -> tuple[str, ...]:
-    """The axes whose ranks read different data: those that average gradients.
-
-    Context parallelism shards parameters over its axis too, but its ranks share a sample.
-    """
-    if plan.fsdp is None:
-        return ()
-    names = {*plan.fsdp.shard, *plan.fsdp.replicate}
-    return tuple(
-        a.name for a in plan.mesh.axes if a.name in names and a.role is not AxisRole.SEQUENCE
-    )
 
 
 def _order(rules: Iterable[TensorRule]) -> list[TensorRule]:

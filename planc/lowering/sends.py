@@ -7,7 +7,7 @@ known is named (`left_out`), not guessed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil
@@ -29,7 +29,6 @@ from planc.lowering.step import (
     parameters_of,
 )
 from planc.model.facts import DTYPE_BYTES, Module, Modules, Parameter
-from planc.model.layer_kinds import DEEPSTACK_FIELD
 from planc.ops.context import Attend, ContextParallel
 from planc.ops.contract import Flow, Grad, Side, contract
 from planc.ops.expert_capacity import LimitExperts
@@ -43,7 +42,6 @@ from planc.ops.registry import AnyOp
 from planc.ops.styles import Colwise, Experts, Input, Sequence
 from planc.ops.tensor_parallel import Parallelize
 from planc.sections import Hook
-from planc.sections.images.ops import DivideImages
 
 
 def sends(step: Step) -> tuple[Sent, ...]:
@@ -88,8 +86,6 @@ def _collectives(op: AnyOp, step: Step) -> Iterator[Sent]:
             yield from again(_exchanges(op, step), _repeats(op, step))
         case LimitExperts():
             yield from again(_choices(op, step), _repeats(op, step))
-        case DivideImages():
-            yield from _images(op, step)
         case Pipeline():
             yield from pipeline_sends(op, step)
         case Optimize():
@@ -231,24 +227,6 @@ def _parameters(module: Module, *, inside: bool) -> Iterator[tuple[Parameter, in
         copies = len(child.indices) if child.indices is not None else 1
         for parameter, times in _parameters(child.module, inside=True):
             yield parameter, times * copies
-
-
-def _images(op: DivideImages, step: Step) -> Iterator[Sent]:
-    """The features of the images of rows whose tokens are all of images, once for the embeddings,
-    and once for each block that adds some; and their gradients, where each rank has a part.
-    """
-    divisions, config = step.lowered.find_ops(DivideImages), step.config.get("vision_config")
-    layers = config.get(DEEPSTACK_FIELD) if isinstance(config, Mapping) else None
-    tensors = 1 + len(layers if isinstance(layers, list) else ())
-    # the rows of a context axis are whole, of whose images those of a tensor axis have a run
-    outer = any(other.parts for other in divisions if other is not op)
-    size = step.size(1 if outer else step.lowered.sequence_parts, step.hidden)
-    template = replace(
-        gather_template(op.WORD, op.modules, (op.axis,)), times=step.passes * tensors, size=size
-    )
-    yield template
-    if op.parts and step.backward.count_trained(op.modules):
-        yield replace(template, kind=EXCHANGE, during=During.BACKWARD)
 
 
 def _replicated_bytes(op: Parallelize, style: Experts, step: Step) -> Iterator[int]:

@@ -457,6 +457,11 @@ def below(name: str, holder: str) -> bool:
     return name.startswith(f"{holder}.") if holder else bool(name)
 
 
+def is_inside(name: str, holders: Iterable[str]) -> bool:
+    """Whether a torch name is one of `holders`, or inside one of them."""
+    return any(name == holder or below(name, holder) for holder in holders)
+
+
 def generic(name: str) -> str:
     """A torch name with every list index as `*`."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))

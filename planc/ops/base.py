@@ -428,6 +428,20 @@ class Op:
         return ""
 
     @property
+    def shared_encoders(self) -> tuple[Modules, ...]:
+        """The modules whose encoders run on all data ranks, if batches of some have inputs."""
+        return ()
+
+    def runs_everywhere(self, parameter: str) -> bool:
+        """Whether a parameter of that name is one of such an encoder."""
+        return False
+
+    @property
+    def divided_encoders(self) -> tuple[str, ...]:
+        """The modules and parameters that each rank of an axis uses for inputs of its own."""
+        return ()
+
+    @property
     def state_updates(self) -> tuple[str, ...]:
         """The functions of the model whose recurrent states it resets at documents."""
         return ()

@@ -197,6 +197,16 @@ class Lowered(InNotebooks):
         return tuple(sorted({part for op in self.ops for part in op.state_updates}))
 
     @property
+    def shared_encoders(self) -> tuple[Modules, ...]:
+        """The modules whose encoders run on all data ranks, if batches of some have inputs."""
+        return tuple(modules for op in self.ops for modules in op.shared_encoders)
+
+    @property
+    def divided_encoders(self) -> tuple[str, ...]:
+        """The modules and parameters that each rank of an axis uses for inputs of its own."""
+        return tuple(name for op in self.ops for name in op.divided_encoders)
+
+    @property
     def contexts(self) -> list[ContextParallel]:
         """The operations that split sequences, or images, over an axis."""
         return self.find_ops(ContextParallel)

@@ -22,7 +22,6 @@ from planc.ops.pipeline import Pipeline
 from planc.ops.rotary import ShareLongestPosition
 from planc.ops.tensor_parallel import Parallelize, Tie
 from planc.sections import NAMES, Hook
-from planc.sections.images.ops import DivideImages, ShareTower
 
 _KINDS = Hook[tuple[type[Op], ...]]("ops", "KINDS")
 
@@ -55,8 +54,6 @@ AnyOp = Annotated[
     | Backend
     | Divide
     | Prefetch
-    | DivideImages
-    | ShareTower
     | ShareLongestPosition
     | Optimize,
     Form(tag="op"),

@@ -98,6 +98,7 @@ NAMES = (
     "loss",
     "serve",
     "documents",
+    "images",
     "draws",
 )  # fmt: skip
 BACKENDS = {"megatron": "megatron_fsdp"}

@@ -26,7 +26,6 @@ from planc.proxy.user_model import ModelBuilder
 from planc.runtime.standalone.documents import RESETS, reset_states
 from planc.runtime.standalone.images import Tokens, placeholders, rows_of_images
 from planc.runtime.standalone.loss import IGNORED
-from planc.sections.images.ops import ShareTower
 from planc.simulate.numerics import for_trial, trial_dtype
 from planc.simulate.trial_part import separate_ops
 
@@ -124,7 +123,7 @@ def batches(
     reset_states(model, *lowered.state_updates)
     counted = _counts(model, plain(0))
     config = getattr(model, "config", None)
-    tokens = placeholders(config) if ranks == 1 or lowered.has(ShareTower) else {}
+    tokens = placeholders(config) if ranks == 1 or lowered.shared_encoders else {}
 
     def batch_with_labels(number: int, length: int = length) -> Inputs:
         made = plain(number, length)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from planc.ops.lowered import Lowered
 from planc.proxy.refused_inputs import refuses_inputs
 from planc.runtime.collectives import named_modules
-from planc.sections.images.ops import ShareTower
 from planc.simulate.batches import TrialPass
 from planc.simulate.numerics import parameters_by_name, relative
 from planc.simulate.outcome import LIMIT
@@ -79,7 +78,6 @@ class UsedParameters:
         """The parameters that ranks of one pass do not all use; or passes, where code looks. All
         ranks run a tower that the plan shares.
         """
-        shared = lowered.find_ops(ShareTower)
         found: dict[str, str] = {}
         for (key, used), (other, theirs) in combinations(self.every.items(), 2):
             if key[:2] == other[:2]:
@@ -91,8 +89,11 @@ class UsedParameters:
             for name in sorted(used ^ theirs):
                 first, second = (one, two) if name in used else (two, one)
                 found.setdefault(name, f"{first} gives it a gradient, and {second} none")
-        alone = ((n, where) for n, where in found.items() if not any(op.runs(n) for op in shared))
-        return tuple(UnevenUse(name, where) for name, where in alone)
+        return tuple(
+            UnevenUse(name, where)
+            for name, where in found.items()
+            if not any(op.runs_everywhere(name) for op in lowered.ops)
+        )
 
 
 def _noting(used: set[str], name: str) -> Any:

@@ -10,10 +10,9 @@ import torch
 
 from planc.compat.names import missing_name
 from planc.diagnostics.diagnostic import PlanError, first_line
-from planc.model.facts import below
+from planc.model.facts import below, is_inside
 from planc.ops import styles as ir
 from planc.ops.lowered import Lowered
-from planc.sections.images.ops import DivideImages
 from planc.simulate import observed_layouts
 from planc.simulate.batches import Batches
 from planc.simulate.numerics import FLOOR, relative
@@ -46,11 +45,6 @@ class Runs:
         """The largest error of outputs and gradients that counts as equal."""
         return separate_limit(self.lowered) or LIMIT
 
-    @property
-    def image_operations(self) -> list[DivideImages]:
-        """The operations by which ranks have images of their own."""
-        return self.lowered.find_ops(DivideImages)
-
     def views(self) -> Iterator[View]:
         """Yields what the ranks of equal rows computed in a pass, beside the right one."""
         names = [batch.name for batch in self.batches.steps[0]]
@@ -67,13 +61,10 @@ class Runs:
         """The trace of the single process, without towers that each rank runs on images of its
         own.
         """
-        if not self.image_operations:
+        divided = self.lowered.divided_encoders
+        if not divided:
             return right
-        calls = {
-            n: c
-            for n, c in right.calls.items()
-            if not any(op.runs(n) for op in self.image_operations)
-        }
+        calls = {n: c for n, c in right.calls.items() if not is_inside(n, divided)}
         return Trace(calls=calls, finished=[n for n in right.finished if n in calls])
 
 
@@ -284,9 +275,8 @@ def _modules(runs: Runs, gradients: list[Discrepancy]) -> tuple[tuple[str, float
     errors_by_module: dict[str, float | None] = dict.fromkeys(
         calls, 0.0 if runs.lowered.pipeline else None
     )
-    errors_by_module |= {
-        n: 0.0 for n in calls if any(op.runs(n) for op in runs.image_operations)
-    }  # by the features
+    divided = runs.lowered.divided_encoders
+    errors_by_module |= {n: 0.0 for n in calls if is_inside(n, divided)}  # by the features
     lost: set[str] = set()
     for view in runs.views():
         for name, right in view.right.calls.items():

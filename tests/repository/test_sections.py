@@ -43,6 +43,11 @@ KNOWN = {
         6,
     ),
     "documents": (r"ResetStates|reset_states|\bRESETS\b|keep_documents_apart", 6),
+    "images": (
+        r"ShareTower|DivideImages|ImagesSetting|SharedTower|DividedImages|tower_on_all_ranks"
+        r"|images_by_rank|standalone\.(towers|divided_images)",
+        8,
+    ),
     "draws": (r"SyncRng|DrawByRank|DrawApart|sync_rng|draw_by_rank|draw_apart|draws.standalone", 0),
     "train": (r"\bFreeze\b|[`\"']train[`\"'] section|\"train\"|train \{", 10),
 }
@@ -240,7 +245,7 @@ def test_a_plan_imports_only_the_parts_of_its_sections(tmp_path):
     shared = {
         f"planc.sections.{n}.{part}"
         for n in IMPLIED
-        for part in ("ops", "checks", "lowering")
+        for part in ("ops", "infer", "checks", "lowering")
         if (FOLDER / n / f"{part}.py").is_file()
     }
     assert modules(plain) == declared | shared

@@ -44,7 +44,6 @@ from planc.runtime.standalone.collectives import all_gather
 from planc.runtime.standalone.context import CONTEXT
 from planc.runtime.standalone.images import OF_IMAGES
 from planc.runtime.standalone.towers import SOUND, kinds_of
-from planc.sections.images.ops import ShareTower
 
 _ARGUMENTS = 32
 """The arguments that are told apart in a message; the same for all ranks, whatever they read."""
@@ -500,15 +499,15 @@ def kinds_hook(model: nn.Module, lowered: Lowered, meshes: Meshes) -> Hook | Non
     FSDP collective is matched with another one of the other ranks, and NCCL hangs or mixes up their
     bytes.
 
-    A tower that all data ranks run together (`ShareTower`) compares them itself.
+    A tower that all data ranks run together (`Op.shared_encoders`) compares them itself.
 
     None for a model that takes no others than text, or never text alone, and where nothing trains
     or is a unit that text alone does not reach. It costs an all-gather of two numbers over each
     data axis, and a wait for the device.
     """
     arguments = inspect.signature(model.forward)
-    shared = {*OF_IMAGES, *chain(*OF_IMAGES.values())} if lowered.has(ShareTower) else set()
-    holders = (n for op in lowered.find_ops(ShareTower) for n in op.modules.names())
+    holders = [name for modules in lowered.shared_encoders for name in modules.names()]
+    shared = {*OF_IMAGES, *chain(*OF_IMAGES.values())} if holders else set()
     kinds = [kinds_of(model.get_submodule(n), [*arguments.parameters]) for n in holders]
     if any(name in every for every in kinds for name in SOUND):
         shared |= {n for n in arguments.parameters if _SOUND.search(n)}

@@ -17,7 +17,7 @@ from planc.ops.layouts import Replicate
 _REASON = "each rank runs it on its own images, so its gradient is partial"
 
 
-def divide_images(plan: Plan, facts: Facts, sink: Sink) -> Plan:
+def complete(plan: Plan, facts: Facts, sink: Sink) -> Plan:
     """Makes the gradients of a vision encoder right if ranks encode different images of equal rows.
 
     Before:

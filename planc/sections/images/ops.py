@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from planc.model.facts import Modules, below
+from planc.model.facts import Modules, below, is_inside
 from planc.model.module_table import LANGUAGE_MODEL
 from planc.ops import phrases
-from planc.ops.base import OMIT, Axes, Axis, AxisSizes, Name, Op, Phase, Size, StepFacts
+from planc.ops.base import OMIT, Axes, Axis, AxisSizes, Name, Phase, Size, StepFacts
 from planc.ops.call import (
     MESH,
     MODEL,
@@ -23,10 +23,11 @@ from planc.ops.call import (
     drop_none,
 )
 from planc.ops.decisions import Decision, Question
+from planc.ops.registry import SectionOp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShareTower(Op):
+class ShareTower(SectionOp):
     """Makes data ranks without images, or sound, run the tower on those of another rank.
 
     Args:
@@ -37,19 +38,25 @@ class ShareTower(Op):
     modules: Modules
     axes: Axes
 
+    SECTION: ClassVar = "images"
+    ANSWER: ClassVar = "towers"
     SCRIPT: ClassVar = ScriptFunction(
         "share_tower", "Ranks without images, or sound, run the tower on those of another."
     )
 
     def decisions(self, question: Question) -> Iterator[Decision]:
-        yield from _decisions(self, question)
+        if self.modules.has(question.name) or self.runs_everywhere(question.name):
+            yield Decision(self.headline(question.mesh), str(self.modules))
 
     PHASE: ClassVar = Phase.INPUTS
     WORD: ClassVar = "towers"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules",)
 
-    def runs(self, parameter: str) -> bool:
-        """Whether a parameter of that name is one of the tower's."""
+    @property
+    def shared_encoders(self) -> tuple[Modules, ...]:
+        return (self.modules,)
+
+    def runs_everywhere(self, parameter: str) -> bool:
         inside = (name for name in self.modules.names() if below(parameter, name))
         return any(not below(parameter, f"{name}.{LANGUAGE_MODEL}") for name in inside)
 
@@ -65,7 +72,7 @@ class ShareTower(Op):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DivideImages(Op):
+class DivideImages(SectionOp):
     """Divides the images of a batch over ranks that all have them: each rank runs the tower on its
     own, and all get the features of all.
 
@@ -85,12 +92,15 @@ class DivideImages(Op):
     parts: bool = field(default=False, metadata=OMIT)
     times: Size = field(default=1, metadata=OMIT)
 
+    SECTION: ClassVar = "images"
+    ANSWER: ClassVar = "towers"
     SCRIPT: ClassVar = ScriptFunction(
         "divide_images", "Each rank of an axis runs the tower on some of the images."
     )
 
     def decisions(self, question: Question) -> Iterator[Decision]:
-        yield from _decisions(self, question)
+        if self.modules.has(question.name) or is_inside(question.name, self.tower):
+            yield Decision(self.headline(question.mesh), str(self.modules))
 
     def uncounted_traffic(self, step: StepFacts) -> str:
         return f"how many features each image has, 8 bytes an image over {self.axis}"
@@ -99,9 +109,9 @@ class DivideImages(Op):
     WORD: ClassVar = "images"
     ABOUT: ClassVar[tuple[str, ...]] = ("modules", "tower", "axis")
 
-    def runs(self, name: str) -> bool:
-        """Whether a module or a parameter of that name is the tower's."""
-        return any(name == part or below(name, part) for part in self.tower)
+    @property
+    def divided_encoders(self) -> tuple[str, ...]:
+        return self.tower
 
     def calls(self, _context: Context) -> Iterator[Step]:
         keywords = drop_none(
@@ -117,7 +127,4 @@ class DivideImages(Op):
         return f"divided over {axis}, each rank gets the features of all{times}"
 
 
-def _decisions(op: ShareTower | DivideImages, question: Question) -> Iterator[Decision]:
-    """The decision about the tower, and about the module that puts its features among tokens."""
-    if op.modules.has(question.name) or op.runs(question.name):
-        yield Decision(op.headline(question.mesh), str(op.modules))
+KINDS = (DivideImages, ShareTower)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate
 
 from planc.compiler import compile_plan
 from planc.diagnostics.diagnostic import Sink
+from planc.model.facts import is_inside
 from planc.model.module_table import facts_of, parts_of_images, puts_images
 from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.standalone.divided_images import (
@@ -25,7 +26,7 @@ from planc.runtime.standalone.divided_images import (
 from planc.runtime.standalone.images import ImagesError, some_images
 from planc.runtime.standalone.shards import whole_of
 from planc.runtime.standalone.tensor_styles import BareParallel, SummedGradient
-from planc.sections.images.infer import divide_images
+from planc.sections.images.infer import complete
 from planc.sections.images.ops import DivideImages
 from planc.simulate.simulate import simulate
 from planc.simulate.thread_ranks import run_ranks
@@ -133,7 +134,9 @@ def test_units_of_the_tower_over_the_same_axes(own):
     ops = compiled_of("qwen3-vl-8b", own, (ROWS, "tp=2"), world=4).lowered.ops
     (op,) = [op for op in ops if isinstance(op, DivideImages)]
     assert op.times == 2
-    assert not [o for o in ops if isinstance(o, Parallelize) and op.runs(str(o.modules))]
+    assert not [
+        o for o in ops if isinstance(o, Parallelize) and is_inside(str(o.modules), op.tower)
+    ]
 
 
 # Sums that are forgotten or doubled --------------------------------------------------------------
@@ -235,7 +238,7 @@ def test_adapters_in_units_of_their_own_are_refused(tmp_path):
 def test_a_module_with_two_uses_is_refused():
     facts, sink = facts_of(Shared()), Sink()
     plan = compiled_of("qwen3-vl-8b", "qwen3_vl", (ROWS, "tp=2")).plan
-    divide_images(dataclasses.replace(plan, tensor=()), facts, sink)
+    complete(dataclasses.replace(plan, tensor=()), facts, sink)
     (found,) = sink
     assert found.code == "PL572" and "`project`" in found.message.replace("root.", "")
 
