@@ -28,10 +28,8 @@ def replicated_parameters(plan: Plan, facts: Facts) -> list[tuple[int, str]] | N
     shared = _shared_modules(rules[0].axis, plan, facts)
     for modules in facts.model.below():
         for parameter in modules.module.parameters:
-            left: list[Modules] = list(modules.parts_outside(shared))
-            for rule in all_rules:
-                if rule.split(parameter):
-                    left = [rest for part in left for rest in part.minus(rule.modules)]
+            splits = [rule.modules for rule in all_rules if rule.split(parameter)]
+            left = (rest for p in modules.parts_outside(shared) for rest in p.subtract(splits))
             whole.extend((parameter.numel * len(part), f"{part}.{parameter.name}") for part in left)
     return whole
 

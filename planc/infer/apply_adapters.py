@@ -125,13 +125,10 @@ def _with_factors(plan: Plan, rules: list[AdapterRule], facts: Facts) -> Plan:
     """The plan whose rules on adapted experts know their factors, and split them."""
 
     def place(modules: Modules, _origin: Span) -> Iterator[Modules]:
-        left: tuple[Modules, ...] = (modules,)
-        for rule in rules:
-            both = modules.overlap(rule.modules)
-            if both is not None:
-                left = tuple(rest for part in left for rest in part.minus(both))
-                yield Modules(both.path, facts.module_at(both.first_name).module)
-        yield from left
+        adapted = [rule.modules for rule in rules]
+        for both in filter(None, map(modules.overlap, adapted)):
+            yield Modules(both.path, facts.module_at(both.first_name).module)
+        yield from modules.subtract(adapted)
 
     if not rules:
         return plan

@@ -285,14 +285,10 @@ def _on_layers(rules: Iterable[TensorRule], plan: Plan) -> Iterator[TensorRule]:
         if isinstance(rule.style, PARAMETERLESS):
             yield rule
             continue
-        left: tuple[Modules, ...] = (rule.modules,)
-        for adapter in _wrapping(plan):
-            both = rule.modules.overlap(adapter.modules)
-            if both is not None:
-                left = tuple(rest for part in left for rest in part.minus(both))
-                inner = Modules((*both.path, BASE_LAYER), both.module)
-                yield replace(rule, modules=inner)
-        yield from (replace(rule, modules=part) for part in left)
+        wrapped = [adapter.modules for adapter in _wrapping(plan)]
+        for both in filter(None, map(rule.modules.overlap, wrapped)):
+            yield replace(rule, modules=Modules((*both.path, BASE_LAYER), both.module))
+        yield from (replace(rule, modules=part) for part in rule.modules.subtract(wrapped))
 
 
 def _wrapping(plan: Plan) -> list[AdapterRule]:

@@ -255,6 +255,13 @@ class Modules:
             )
         return left
 
+    def subtract(self, others: Iterable[Modules]) -> tuple[Modules, ...]:
+        """The modules of this set that are in none of the others, as disjoint sets."""
+        left: tuple[Modules, ...] = (self,)
+        for other in others:
+            left = tuple(rest for part in left for rest in part.minus(other))
+        return left
+
     def has(self, name: str) -> bool:
         """Whether the module with the torch name `name` is in this set."""
         parts = name.split(".") if name else []
