@@ -11,7 +11,7 @@ from planc.elaborate.settings import SETTINGS
 from planc.files.resources import GRAMMARS
 from planc.model.facts import Modules
 from planc.ops import phrases
-from planc.sections import FOLDER, NAMES
+from planc.sections import FOLDER, STATED
 from planc.syntax import ast
 from planc.tools.editor.cursor import nodes_at
 from planc.tools.editor.judge import Judged
@@ -113,6 +113,6 @@ def meanings(section: str, kind: str = "") -> dict[str, str]:
         section: of a plan, `keywords` or `layouts`.
         kind: of a section's words: `items`, `actions` or `values`; empty for what is beside them.
     """
-    folder = FOLDER / section if section in NAMES else GRAMMARS
+    folder = FOLDER / section if section in STATED else GRAMMARS
     table = tomllib.loads((folder / "words.toml").read_text(encoding="utf-8")).get(section, {})
     return {k: v for k, v in (table.get(kind, {}) if kind else table).items() if type(v) is str}

@@ -19,7 +19,7 @@ from planc.diagnostics.source import Source
 from planc.elaborate.elaborate import SECTIONS
 from planc.files.resources import GRAMMARS, PLANS
 from planc.ops.pipeline import SCHEDULES
-from planc.sections import NAMES
+from planc.sections import IMPLIED, NAMES
 from planc.syntax.formatter.layout import format_plan
 from planc.tools.editor.cursor import cursor
 from planc.tools.editor.hover import meanings
@@ -501,6 +501,11 @@ def test_a_server_imports_no_torch():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
     )
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("name", IMPLIED)
+def test_the_word_of_a_section_without_lines_means_nothing_in_a_plan(name):
+    assert meanings(name) == {}
 
 
 def test_every_word_means_something_to_the_compiler():
