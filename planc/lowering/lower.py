@@ -76,13 +76,7 @@ def on_activations(plan: Plan, facts: Facts) -> Lowered:
     """
     ops: list[AnyOp] = [
         *([plan.pipeline.op] if plan.pipeline else []),
-        *_merge(
-            _parallelize(_order([*_on_layers(_wide(plan), plan), *_adapter_rules(plan)]), plan)
-        ),
-        *_merge(dispatch_operations(plan)),
-        *_merge(capacity_operations(plan)),
-        *_contexts(plan),
-        *_merge(_exchanges(plan)),
+        *_on_modules(plan, _wide(plan), _adapter_rules(plan)),
         *(op for op in _section_operations(plan, facts) if op.SENDS_ACTIVATIONS),
     ]
     return _lower(plan, facts, (Stage(ops=tuple(ops)),))
@@ -126,14 +120,10 @@ def _stage(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Stage:
     tensor = [r for r in tensor if r not in inside]
     ops: list[AnyOp] = [
         *_on_model(plan, facts, adapters),
-        *_merge(_parallelize(_order([*_on_layers(tensor, plan), *derived]), plan)),
+        *_on_modules(plan, tensor, derived),
         *_ties(facts, tensor, plan),
-        *_merge(dispatch_operations(plan)),
-        *_contexts(plan),
-        *_merge(_exchanges(plan)),
         *_freeze(tensor, plan),
         *_section_operations(plan, facts),
-        *_merge(capacity_operations(plan)),
         *units,
         *settings(plan, facts),
         *_rotary(plan, facts),
@@ -157,6 +147,21 @@ def _on_model(plan: Plan, facts: Facts, adapters: list[Adapt]) -> Iterator[AnyOp
     yield from [plan.load] if plan.load else ()
     yield from adapters
     yield from pipeline if adapters else ()
+
+
+def _on_modules(
+    plan: Plan, tensor: Iterable[TensorRule], derived: Iterable[TensorRule]
+) -> Iterator[AnyOp]:
+    """Yields the operations whose modules send activations, but for those of sections.
+
+    Args:
+        tensor, derived: the rules that styles are lowered from: of the plan, and of adapters.
+    """
+    yield from _merge(_parallelize(_order([*_on_layers(tensor, plan), *derived]), plan))
+    yield from _merge(dispatch_operations(plan))
+    yield from _merge(capacity_operations(plan))
+    yield from _contexts(plan)
+    yield from _merge(_exchanges(plan))
 
 
 _LOWER = Hook[Callable[[Plan, Facts], Iterator[AnyOp]]]("lowering", "lower")
