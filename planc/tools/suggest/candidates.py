@@ -155,9 +155,9 @@ class Candidates:
             lowered = self.compile(choice, sink).lowered
             runs = Step(lowered=lowered).runs if lowered else 1
             self._legal[choice.sizes] = _first_error(sink), runs
-        found, runs = self._legal[choice.sizes]
-        if found:
-            self.tally.exclude(*found)
+        reason, runs = self._legal[choice.sizes]
+        if reason:
+            self.tally.exclude(*reason)
             return False
         if role := self.unsplit(sizes, runs):
             self.too_wide += [sizes] if role is AxisRole.DATA else []
@@ -209,23 +209,23 @@ class Candidates:
         mesh = self.space.mesh(choice.sizes)
         load = self._loading(choice, mesh, work, counts)
         at, fits = self._fewest(load, len(counts))
-        found, violated = load(at), self.violated(choice)
-        if found is None or not (fits or not violated):
+        loaded, violated = load(at), self.violated(choice)
+        if loaded is None or not (fits or not violated):
             return None
         sizes, words = tuple((a.name, a.size) for a in mesh.axes), self.space.words(choice)
-        if not fits and not self._too_large(found[1], _label(sizes, words, counts[at])):
+        if not fits and not self._too_large(loaded[1], _label(sizes, words, counts[at])):
             return None
-        one = Candidate(
+        candidate = Candidate(
             choice=choice,
             mesh=sizes,
             words=words,
             micro_batches=counts[at],
-            estimate=estimate(found[0], self.hardware, self.stack),
+            estimate=estimate(loaded[0], self.hardware, self.stack),
             violated=violated,
         )
         if fits:
-            return one
-        self.tally.nearest = one
+            return candidate
+        self.tally.nearest = candidate
         return None
 
     def least(self, choice: Choice) -> float | None:
@@ -237,12 +237,12 @@ class Candidates:
         counts = self._divisions(work) if work else ()
         if work is None or not counts:
             return None
-        found = self._loading(choice, self.space.mesh(choice.sizes), work, counts)(0)
-        if found is None:
+        loaded = self._loading(choice, self.space.mesh(choice.sizes), work, counts)(0)
+        if loaded is None:
             return None
-        if found[1] > 2 * self._usable * counts[-1] / counts[0]:
+        if loaded[1] > 2 * self._usable * counts[-1] / counts[0]:
             return inf
-        return estimate(found[0], self.hardware, self.stack).time.seconds
+        return estimate(loaded[0], self.hardware, self.stack).time.seconds
 
     def _loading(
         self, choice: Choice, mesh: Mesh, work: PlanWork, counts: tuple[int, ...]
@@ -256,10 +256,10 @@ class Candidates:
 
         @cache
         def load(at: int) -> _Load:
-            found = self._load(choice, work, counts[at])
-            if found is None:
+            workload = self._load(choice, work, counts[at])
+            if workload is None:
                 return None
-            whole = replace(found, **groups, world=self.space.world_size)
+            whole = replace(workload, **groups, world=self.space.world_size)
             return whole, peak(whole, self.stack)
 
         return load
@@ -268,8 +268,8 @@ class Candidates:
         """The first number of micro-batches that fits, else the last one; and whether it fits."""
 
         def fitting(at: int) -> bool:
-            found = load(at)
-            return found is not None and found[1] <= self._usable
+            loaded = load(at)
+            return loaded is not None and loaded[1] <= self._usable
 
         # gradients wait between micro-batches, so that one may fit where two do not
         last = count - 1
@@ -290,26 +290,26 @@ class Candidates:
     def _usable(self) -> float:
         return usable(self.hardware, self.stack)
 
-    def balance_stages(self, found: Candidate) -> Candidate | None:
+    def balance_stages(self, candidate: Candidate) -> Candidate | None:
         """The candidate with stages that take as much time each; None where it has no stages, or
         is no slower.
         """
-        rows = self._rows(found)
-        choice = rows and self.space.balance_stages(found.choice, rows)
-        other = self._change(found, choice) if choice else None
-        return other if other and other.seconds < found.seconds else None
+        rows = self._rows(candidate)
+        choice = rows and self.space.balance_stages(candidate.choice, rows)
+        other = self._change(candidate, choice) if choice else None
+        return other if other and other.seconds < candidate.seconds else None
 
-    def with_budget(self, found: Candidate) -> Candidate | None:
+    def with_budget(self, candidate: Candidate) -> Candidate | None:
         """The candidate with the largest budget that fits, in place of its way to checkpoint; None
         where it has none, or is no slower.
         """
-        rows = self._rows(found)
-        if not rows or not self.space.checkpoints(found.choice):
+        rows = self._rows(candidate)
+        if not rows or not self.space.checkpoints(candidate.choice):
             return None
 
         def with_step(step: int) -> Candidate | None:
             budget = (step / STEPS, rows, self.batch.sequence)
-            return self._change(found, replace(found.choice, save="", budget=budget))
+            return self._change(candidate, replace(candidate.choice, save="", budget=budget))
 
         low, high = LEAST, STEPS
         best = with_step(low)
@@ -319,34 +319,34 @@ class Candidates:
                 best, low = more, middle
             else:
                 high = middle
-        return best if best and best.seconds < found.seconds else None
+        return best if best and best.seconds < candidate.seconds else None
 
-    def _rows(self, found: Candidate) -> int:
+    def _rows(self, candidate: Candidate) -> int:
         """The rows of a pass of a rank; 0 where its plan cannot be elaborated."""
-        work = copy.copy(self._work(found.choice))
+        work = copy.copy(self._work(candidate.choice))
         if work is None:
             return 0
-        work.batch = replace(self.batch, micro_batches=found.micro_batches)
-        work.plan = replace(work.plan, mesh=self.space.mesh(found.choice.sizes))
+        work.batch = replace(self.batch, micro_batches=candidate.micro_batches)
+        work.plan = replace(work.plan, mesh=self.space.mesh(candidate.choice.sizes))
         return work.rows
 
-    def _change(self, found: Candidate, choice: Choice) -> Candidate | None:
+    def _change(self, candidate: Candidate, choice: Choice) -> Candidate | None:
         """The candidate with another choice on its mesh, as `verify`."""
-        return self.verify(replace(found, choice=choice, words=self.space.words(choice)))
+        return self.verify(replace(candidate, choice=choice, words=self.space.words(choice)))
 
-    def verify(self, found: Candidate) -> Candidate | None:
+    def verify(self, candidate: Candidate) -> Candidate | None:
         """The candidate as its plan is estimated, if that compiles without errors and fits."""
         sink = Sink()
-        compiled = self.compile(found.choice, sink)
+        compiled = self.compile(candidate.choice, sink)
         if compiled.lowered is None or compiled.applied is None:
-            self.tally.exclude(*(_first_error(sink) or ("it does not compile", found.label)))
+            self.tally.exclude(*(_first_error(sink) or ("it does not compile", candidate.label)))
             return None
-        batch = replace(self.batch, micro_batches=found.micro_batches)
+        batch = replace(self.batch, micro_batches=candidate.micro_batches)
         work = PlanWork(*compiled.applied, batch, self.stack, self.optimizer)
         load = work.workload(self.count(work.micro_batch))
-        exact = replace(found, estimate=estimate(load, self.hardware, self.stack))
+        exact = replace(candidate, estimate=estimate(load, self.hardware, self.stack))
         if exact.estimate.fits:
-            return replace(exact, text=laid_out(self.space.text(found.choice)))
+            return replace(exact, text=laid_out(self.space.text(candidate.choice)))
         if not exact.violated and self._too_large(exact.estimate.fullest.peak, exact.label):
             self.tally.nearest = exact
         return None
@@ -405,7 +405,7 @@ def _label(mesh: Sizes, words: str, micro_batches: int) -> str:
 
 def _first_error(sink: Sink) -> tuple[str, str] | None:
     """The title of the first error's code, and its message."""
-    for found in sink:
-        if found.severity == "error":
-            return f"{found.code}: {CODES[found.code].title}", found.message
+    for finding in sink:
+        if finding.severity == "error":
+            return f"{finding.code}: {CODES[finding.code].title}", finding.message
     return None

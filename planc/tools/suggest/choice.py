@@ -151,8 +151,8 @@ class Space:
 
     def expert_divisions(self, sizes: Sizes) -> list[Sizes]:
         """The mesh with each other number of ranks that divide its experts, the fewest first."""
-        found = self._resize(sizes, self.experts.ranks) if self.experts else ()
-        return [other for other in found if other != sizes]
+        divisions = self._resize(sizes, self.experts.ranks) if self.experts else ()
+        return [other for other in divisions if other != sizes]
 
     def _resize(self, sizes: Sizes, axis: MeshAxis) -> Iterator[Sizes]:
         """The meshes with each size of an extended axis, the smallest first; none where the plan or
@@ -184,10 +184,10 @@ class Space:
         given = dict.fromkeys((a.name for a in self.axes), 1) | dict(sizes)
         ranks = (given[a.name] for a in self.axes if a.name != rest)
         given[rest] = self.world_size // prod(ranks)
-        made = (*self.sizing, *self.optional)
-        axes = (a for a in self.axes if given[a.name] > 1 or a.name not in made)
-        some = self.experts is not None and given.get(self.experts.ranks.name, 1) > 1
-        divided = self.experts if some else None
+        optional_axes = (*self.sizing, *self.optional)
+        axes = (a for a in self.axes if given[a.name] > 1 or a.name not in optional_axes)
+        has_experts = self.experts is not None and given.get(self.experts.ranks.name, 1) > 1
+        divided = self.experts if has_experts else None
         return replace(self.plan.mesh, axes=tuple(axes), experts=divided).with_sizes(given)
 
     def choices(self, sizes: Sizes) -> Iterator[Choice]:
@@ -292,9 +292,9 @@ class Space:
 
     def values(self, choice: Choice) -> dict[str, object]:
         """The options of a choice, those that make its axes, and those that the user sets."""
-        made = {o: n for a, n in choice.sizes if (o := self.sizing.get(a))}
+        sizes = {o: n for a, n in choice.sizes if (o := self.sizing.get(a))}
         given = {n: v for n, v in self.fixed.items() if n in self.defaults}
-        return {**dict(choice.options), **made, **given}
+        return {**dict(choice.options), **sizes, **given}
 
     # The text -----------------------------------------------------------------------------------
 
@@ -308,8 +308,8 @@ class Space:
         changed = [(n, v) for n, v in self.values(choice).items() if v != self.defaults[n]]
         parts.append("\n".join(f"override option {n} = {literal(v)}" for n, v in changed))
         sizes = {a.name: a.size for a in self.plan.mesh.axes}
-        own = [(n, s) for n, s in choice.sizes if n not in self.sizing]
-        axes = [(f"override {n}", str(s)) for n, s in own if s != sizes.get(n, 1)]
+        axis_sizes = [(n, s) for n, s in choice.sizes if n not in self.sizing]
+        axes = [(f"override {n}", str(s)) for n, s in axis_sizes if s != sizes.get(n, 1)]
         parts.append(_block("mesh", axes, " = "))
         if choice.action:
             rules = [(f"override {rule.modules}", choice.action) for rule in self._rules()]

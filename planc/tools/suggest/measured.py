@@ -158,27 +158,27 @@ def run_first(
     """
     left = RUN
     with RankRunner() as runner:
-        for one in best:
-            counted = _count(candidates, one, request, runner) if left else None
-            usable = one.estimate.usable
+        for candidate in best:
+            counted = _count(candidates, candidate, request, runner) if left else None
+            usable = candidate.estimate.usable
             if counted and counted > usable:
                 reason = f"run, needs more than the usable {usable / GIB:.1f} GiB"
-                candidates.tally.exclude(reason, f"{one.label}: {counted / GIB:.1f} GiB")
+                candidates.tally.exclude(reason, f"{candidate.label}: {counted / GIB:.1f} GiB")
                 continue
             left -= bool(left)
-            yield replace(one, counted=counted)
+            yield replace(candidate, counted=counted)
 
 
 def _count(
-    candidates: Candidates, one: Candidate, request: Request, runner: RankRunner
+    candidates: Candidates, candidate: Candidate, request: Request, runner: RankRunner
 ) -> float | None:
-    compiled = candidates.compile(one.choice, Sink())
+    compiled = candidates.compile(candidate.choice, Sink())
     if compiled.applied is None:
         return None
-    batch = replace(candidates.batch, micro_batches=one.micro_batches)
+    batch = replace(candidates.batch, micro_batches=candidate.micro_batches)
     step = _step(*compiled.applied, request, batch)
     try:
-        return count(compiled, step, runner, places=(one.estimate.fullest.rank,))[0].peak
+        return count(compiled, step, runner, places=(candidate.estimate.fullest.rank,))[0].peak
     except NotCountedError:
         return None
 
@@ -209,31 +209,36 @@ def _members(units: Sequence[Unit]) -> Iterator[tuple[Modules, Span]]:
         yield from ((modules, unit.origin) for modules in unit.members)
 
 
-def text(found: MeasuredRanks) -> Iterator[str]:
+def text(measured: MeasuredRanks) -> Iterator[str]:
     """The lines of what `planc measure` says."""
-    answer, batch = found.answer, found.answer.request.batch
+    answer, batch = measured.answer, measured.answer.request.batch
     assert batch is not None
     on, tokens = phrases.mesh(answer.plan.mesh.axes), f"{batch.global_batch} x {batch.sequence}"
     yield f"{answer.plan.name} on {on}, {tokens} tokens a step; {answer.hardware.name}"
-    where = f"on {found.device}" if found.device else "on fake tensors"
-    images = describe(found.images, answer.facts.config, found.image_size) if found.images else ""
+    where = f"on {measured.device}" if measured.device else "on fake tensors"
+    images = (
+        describe(measured.images, answer.facts.config, measured.image_size)
+        if measured.images
+        else ""
+    )
     yield f"two steps of one rank, {where}, with {'; '.join(assumptions(answer, images))}"
     yield ""
-    for memory, run in sorted(_both(found), key=lambda both: -both[0].peak):
-        yield from _rank(memory, run, found)
+    for memory, run in sorted(_both(measured), key=lambda both: -both[0].peak):
+        yield from _rank(memory, run, measured)
     estimated = answer.estimate.ranks
     yield ""
-    for rank, run in _both(found):
+    for rank, run in _both(measured):
         place = f" on pipeline rank {rank.rank}" * (len(estimated) > 1)
         size, (unit, of) = estimated[rank.rank].peak, unit_of(rank.peak)
         beside = "" if run.missed else f", {size / rank.peak - 1:+.1%}"
-        beside += ", of text alone" * bool(found.images)
+        beside += ", of text alone" * bool(measured.images)
         yield f"estimated{place}: {size / of:.2f} {unit}{beside}"
-    parts = {"layers": found.layers, "microbatches": found.microbatches}
-    some = [f"{' and '.join(map(str, n))} {what}" for what, n in parts.items() if len(n) > 1]
-    if some:
-        yield f"run with {', '.join(some)}, which the rest follows from; --exact runs all of them"
-    yield _NOT_MEASURED if found.device else _NOT_COUNTED
+    parts = {"layers": measured.layers, "microbatches": measured.microbatches}
+    samples = [f"{' and '.join(map(str, n))} {what}" for what, n in parts.items() if len(n) > 1]
+    if samples:
+        which = ", ".join(samples)
+        yield f"run with {which}, which the rest follows from; --exact runs all of them"
+    yield _NOT_MEASURED if measured.device else _NOT_COUNTED
 
 
 _NOT_COUNTED = "not counted: buffers of the network's library, and what kernels need while they run"
@@ -243,13 +248,13 @@ _NOT_MEASURED = (
 )
 
 
-def _both(found: MeasuredRanks) -> Iterator[tuple[RankMemory, CountedRank]]:
-    return zip(found.counted.ranks, found.ranks, strict=True)
+def _both(measured: MeasuredRanks) -> Iterator[tuple[RankMemory, CountedRank]]:
+    return zip(measured.counted.ranks, measured.ranks, strict=True)
 
 
-def _rank(rank: RankMemory, run: CountedRank, found: MeasuredRanks) -> Iterator[str]:
-    room = found.counted.usable
-    place = f", pipeline rank {rank.rank}" * (len(found.answer.estimate.ranks) > 1)
+def _rank(rank: RankMemory, run: CountedRank, measured: MeasuredRanks) -> Iterator[str]:
+    room = measured.counted.usable
+    place = f", pipeline rank {rank.rank}" * (len(measured.answer.estimate.ranks) > 1)
     unit, of = unit_of(rank.peak)
     reached = "when there was no more" if run.missed else "at most"
     most = f"{rank.peak / of:.2f} {unit} {reached} ({rank.largest.name}{place})"
@@ -261,14 +266,14 @@ def _rank(rank: RankMemory, run: CountedRank, found: MeasuredRanks) -> Iterator[
         yield f"  {run.reserved / of:8.2f}  reserved by the allocator"
     if run.missed:
         said = f"out of memory ({run.missed.moment}) for {run.missed.what}"
-        yield said + _line(run.missed.what, found.answer.plan)
+        yield said + _line(run.missed.what, measured.answer.plan)
         yield f"  {run.missed.said}"
     if run.seconds:
         whole = sum(run.seconds.values())
         yield f"compute of a step{place}: {whole:.3f} s"
         for part, seconds in sorted(run.seconds.items(), key=lambda item: -item[1]):
             if seconds > whole / 1000:
-                line = _line(part, found.answer.plan) if part.startswith("recomputation") else ""
+                line = _line(part, measured.answer.plan) if part.startswith("recomputation") else ""
                 yield f"  {seconds * 1e3:8.1f}  ms {part}{line}"
 
 
@@ -277,18 +282,18 @@ def _line(name: str, plan: Plan) -> str:
     return f"  ({origin.place})" if origin else ""
 
 
-def plain(found: MeasuredRanks) -> dict[str, Any]:
+def plain(measured: MeasuredRanks) -> dict[str, Any]:
     """The same as plain data, in the form of an estimate's; bytes."""
-    made = document(replace(found.answer, estimate=found.counted))
+    counted = document(replace(measured.answer, estimate=measured.counted))
     return {
-        **{name: value for name, value in made.items() if name != "time"},
-        "not_counted": [] if found.images else made["not_counted"],
-        "images": found.images,
-        "device": found.device or "fake",
-        "fits": found.fits,
-        "layers": found.layers,
-        "microbatches": found.microbatches,
-        "compute": [dict(rank.seconds) for rank in found.ranks],
-        "out_of_memory": [rank.missed and rank.missed._asdict() for rank in found.ranks],
-        "estimated": [rank.peak for rank in found.answer.estimate.ranks],
+        **{name: value for name, value in counted.items() if name != "time"},
+        "not_counted": [] if measured.images else counted["not_counted"],
+        "images": measured.images,
+        "device": measured.device or "fake",
+        "fits": measured.fits,
+        "layers": measured.layers,
+        "microbatches": measured.microbatches,
+        "compute": [dict(rank.seconds) for rank in measured.ranks],
+        "out_of_memory": [rank.missed and rank.missed._asdict() for rank in measured.ranks],
+        "estimated": [rank.peak for rank in measured.answer.estimate.ranks],
     }

@@ -36,7 +36,7 @@ def profile(name: str) -> Hardware:
     best, latency, gathered, reduced = max(rates.values()), *_gloo()
     small = 2.0 * SIZES[0] ** 3
     shares = ", ".join(f"{n}: {rate / best:.0%}" for n, rate in rates.items())
-    source, one = torch.ones(LARGE), torch.ones(1)
+    source, scalar = torch.ones(LARGE), torch.ones(1)
     target = torch.empty_like(source)
     bandwidth = 8 * LARGE / _fastest(lambda: target.copy_(source))
     sent = {"gb_s": gathered, "reduce_gb_s": reduced, "latency_us": latency}
@@ -53,7 +53,7 @@ def profile(name: str) -> Hardware:
         kernel_us=max(0.0, small / rates[SIZES[0]] - small / best) * 1e6,
         attention_fraction=min(1.0, max(0.01, _attention() / best)),
         memory_gb_s=bandwidth / 1e9,
-        launch_us=_fastest(lambda: one.add_(1), times=1000) * 1e6,
+        launch_us=_fastest(lambda: scalar.add_(1), times=1000) * 1e6,
         peak_tflops=best / 1e12,
         **links,
         sources={
@@ -72,18 +72,18 @@ def profile(name: str) -> Hardware:
 def _fastest(call: Callable[[], Any], times: int = 5) -> float:
     """Seconds of the fastest of some calls; the first does not count."""
     call()
-    found = []
+    seconds = []
     for _ in range(times):
         begun = time.perf_counter()
         call()
-        found.append(time.perf_counter() - begun)
-    return min(found)
+        seconds.append(time.perf_counter() - begun)
+    return min(seconds)
 
 
 def _product(n: int) -> float:
     """FLOPs a second of a product of two square matrices."""
-    one, two = torch.rand(n, n), torch.rand(n, n)
-    return 2.0 * n**3 / _fastest(lambda: one @ two)
+    left, right = torch.rand(n, n), torch.rand(n, n)
+    return 2.0 * n**3 / _fastest(lambda: left @ right)
 
 
 def _attention() -> float:
@@ -115,10 +115,10 @@ def _rank(rank: int, store: str, results: Any) -> None:
     """Seconds of an all-reduce of one number, a gather and a sum of `LARGE` ones."""
     file = distributed.FileStore(store, 2)
     distributed.init_process_group("gloo", rank=rank, world_size=2, store=file)
-    one, many, part = torch.ones(1), torch.ones(LARGE), torch.ones(LARGE // 2)
+    scalar, many, part = torch.ones(1), torch.ones(LARGE), torch.ones(LARGE // 2)
     results.put(
         (
-            _fastest(lambda: distributed.all_reduce(one), times=100),
+            _fastest(lambda: distributed.all_reduce(scalar), times=100),
             _fastest(lambda: all_gather(many, part, None)),
             _fastest(lambda: distributed.all_reduce(many)),
         )

@@ -106,11 +106,11 @@ def read(path: Path, request: Request, sink: Sink, *, allow_code: bool) -> list[
             help=f"columns are {', '.join(NEEDED)}, and may be {', '.join(OPTIONAL)}",
         )
         return []
-    found = [_read_row(row, i + 2, request, sink, allow_code) for i, row in enumerate(rows)]
-    some = [one for one in found if one]
-    if len(some) == len(found):
-        _judge(some, path, sink)
-    return some
+    read_rows = [_read_row(row, i + 2, request, sink, allow_code) for i, row in enumerate(rows)]
+    measured = [row for row in read_rows if row]
+    if len(measured) == len(read_rows):
+        _judge(measured, path, sink)
+    return measured
 
 
 def _read_row(
@@ -140,12 +140,12 @@ def _read_row(
     )
     batch = Batch(global_batch=rows, sequence=tokens, micro_batches=micro)
     asked = replace(request, batch=batch)
-    made = answer_for(compiled, asked, sink) if compiled else None
-    if made is None or not made.counted:
+    answer = answer_for(compiled, asked, sink) if compiled else None
+    if answer is None or not answer.counted:
         sink.error("PL717", f"line {line} has no estimate", help="mend its plan, or leave it out")
         return None
     setting = tuple(str(row.get(name)) for name in (*NEEDED[:-1], *OPTIONAL[:2]))
-    return Measured(setting=setting, seconds=seconds, gib=gib, compute=compute, made=made)
+    return Measured(setting=setting, seconds=seconds, gib=gib, compute=compute, made=answer)
 
 
 def add(path: Path, row: Mapping[str, object], sink: Sink) -> None:
@@ -162,13 +162,13 @@ def add(path: Path, row: Mapping[str, object], sink: Sink) -> None:
         known = next(csv.reader(text.splitlines()), [*columns])
         if not {*row} <= {*known} <= {*columns}:
             raise ValueError("its columns are others than those of `planc calibrate`")
-        made = io.StringIO(newline="")
-        writer = csv.DictWriter(made, known, lineterminator="\n")
+        line = io.StringIO(newline="")
+        writer = csv.DictWriter(line, known, lineterminator="\n")
         if not text:
             writer.writeheader()
         writer.writerow(row)
         between = "\n" * (bool(text) and not text.endswith("\n"))
-        atomic_write.write(path, text + between + made.getvalue())
+        atomic_write.write(path, text + between + line.getvalue())
     except (OSError, ValueError) as error:
         sink.error("PL630", f"{path} takes no row: {error}", help="name another file")
 
@@ -177,8 +177,8 @@ def _judge(rows: Sequence[Measured], path: Path, sink: Sink) -> None:
     """Reports PL718."""
     times: dict[tuple[str, ...], list[float]] = {}
     for row in rows:
-        for one in row.timings:
-            times.setdefault((*row.setting, "compute" * one.alone), []).append(one.seconds)
+        for timing in row.timings:
+            times.setdefault((*row.setting, "compute" * timing.alone), []).append(timing.seconds)
     if len(times) < ROWS:
         timed = " with seconds" * (not all([*row.timings] for row in rows))
         sink.error(
@@ -199,11 +199,11 @@ def _judge(rows: Sequence[Measured], path: Path, sink: Sink) -> None:
 def fit(rows: Sequence[Measured], name: str) -> Hardware:
     """The profile of the rows with constants that are nearest to them."""
     first = rows[0].made
-    measured = [one for row in rows for one in row.timings]
-    found = calibrate(first.hardware, first.stack, measured)
-    changed = {n for n in CONSTANTS if getattr(found, n) != getattr(first.hardware, n)}
-    own = dict.fromkeys(changed, f"fitted to {len(measured)} measured steps")
-    return replace(found, name=name, sources=first.hardware.sources | own)
+    measured = [timing for row in rows for timing in row.timings]
+    fitted = calibrate(first.hardware, first.stack, measured)
+    changed = {n for n in CONSTANTS if getattr(fitted, n) != getattr(first.hardware, n)}
+    sources = dict.fromkeys(changed, f"fitted to {len(measured)} measured steps")
+    return replace(fitted, name=name, sources=first.hardware.sources | sources)
 
 
 def calibrate(hardware: Hardware, stack: Stack, measured: Sequence[Timed]) -> Hardware:
@@ -216,7 +216,7 @@ def calibrate(hardware: Hardware, stack: Stack, measured: Sequence[Timed]) -> Ha
     Args:
         measured: steps.
     """
-    far = median(abs(log(one.ratio(hardware, stack))) for one in measured) > _OUTLIER
+    far = median(abs(log(timing.ratio(hardware, stack))) for timing in measured) > _OUTLIER
     for most in (inf, _OUTLIER) if far else (_OUTLIER,):
         hardware = _nearest(hardware, stack, measured, most)
     return hardware
@@ -228,7 +228,7 @@ def _nearest(hardware: Hardware, stack: Stack, measured: Sequence[Timed], most: 
     """
 
     def error(profile: Hardware) -> float:
-        ratios = (log(one.ratio(profile, stack)) for one in measured)
+        ratios = (log(timing.ratio(profile, stack)) for timing in measured)
         return sum(min(abs(r), most) for r in ratios) / len(measured)
 
     best, step = error(hardware), 0.3
@@ -237,8 +237,8 @@ def _nearest(hardware: Hardware, stack: Stack, measured: Sequence[Timed], most: 
         for name in CONSTANTS:
             for factor in (1 + step, 1 / (1 + step)):
                 other = replace(hardware, **{name: getattr(hardware, name) * factor})
-                if (found := error(other)) < best - 1e-6:
-                    best, hardware, better = found, other, True
+                if (candidate_error := error(other)) < best - 1e-6:
+                    best, hardware, better = candidate_error, other, True
         step = step if better else step / 2
     return hardware
 
@@ -255,8 +255,8 @@ def report(rows: Sequence[Measured], profile: Hardware) -> Iterator[str]:
     """The errors before and after, and the constants that changed."""
     stack, before = rows[0].made.stack, rows[0].made.hardware
     for words, machine in (("before", before), ("after", profile)):
-        timed = [one for row in rows for one in row.timings]
-        errors = sorted(abs(one.ratio(machine, stack) - 1) for one in timed)
+        timed = [timing for row in rows for timing in row.timings]
+        errors = sorted(abs(timing.ratio(machine, stack) - 1) for timing in timed)
         yield f"{words}: time error median {median(errors):.1%}, worst {errors[-1]:.1%}"
     peaks = [abs(r.made.estimate.fullest.peak / GIB / r.gib - 1) for r in rows if r.gib]
     if peaks:

@@ -123,11 +123,11 @@ def _search_meshes(
     Args:
         progress: is told the number of meshes that are done.
     """
-    found: dict[Choice, Candidate] = {}
+    candidates_by_choice: dict[Choice, Candidate] = {}
     for done, sizes in enumerate(meshes):
         progress(done)
-        found |= find(candidates, sizes)
-    return found
+        candidates_by_choice |= find(candidates, sizes)
+    return candidates_by_choice
 
 
 def _probe(candidates: Candidates, sizes: Sizes) -> dict[Choice, Candidate]:
@@ -155,8 +155,8 @@ def _probe_divisions(candidates: Candidates, sizes: Sizes) -> dict[Choice, Candi
 
     @cache
     def seconds(at: int) -> float:
-        found = candidates.candidate(lean[at])
-        return found.seconds if found else inf
+        candidate = candidates.candidate(lean[at])
+        return candidate.seconds if candidate else inf
 
     def rises(at: int) -> bool:
         return seconds(at) < inf and seconds(at) <= seconds(at + 1)
@@ -178,15 +178,15 @@ def _extend(candidates: Candidates, ranked: dict[Choice, Candidate]) -> dict[Cho
     starts += _too_wide(candidates)[:STARTS]
     known = {choice.sizes for choice in ranked} | candidates.extended
     near = NEAR * min((c.seconds for c in ranked.values()), default=inf)
-    found: dict[Choice, Candidate] = {}
+    extended: dict[Choice, Candidate] = {}
     for start in starts:
         here = (c.seconds for c in ranked.values() if c.choice.sizes == start)
         seconds = min(here, default=inf)
         for beside in space.neighbors(start):
-            found |= _along(candidates, beside, known, seconds, near)
+            extended |= _along(candidates, beside, known, seconds, near)
         # times rise where ranks begin to divide experts, then fall and rise again
-        found |= _along(candidates, space.expert_divisions(start), known, inf, near)
-    return found
+        extended |= _along(candidates, space.expert_divisions(start), known, inf, near)
+    return extended
 
 
 def _too_wide(candidates: Candidates) -> list[Sizes]:
@@ -209,7 +209,7 @@ def _along(
         seconds: of the mesh that they are beside; infinite where all are tried.
     """
     space, slower, fastest = candidates.space, 0, seconds
-    found: dict[Choice, Candidate] = {}
+    ranked_along: dict[Choice, Candidate] = {}
     for sizes in beside:
         if sizes in known:
             continue
@@ -222,7 +222,7 @@ def _along(
         here = _try(candidates, (c for c in probes if least.get(c, inf) < near or near == inf))
         fast = min((c.seconds for c in here.values()), default=inf)
         if fast < near and candidates.legal(sizes):
-            found |= here
+            ranked_along |= here
         if least:
             far = near <= min(fast, *least.values()) < inf
             slower = 0 if fast < fastest else SLOWER if far else slower + 1
@@ -230,7 +230,7 @@ def _along(
         if slower >= SLOWER and seconds < inf:
             candidates.extended.update(beside)
             break
-    return found
+    return ranked_along
 
 
 def _alternative(
@@ -244,16 +244,16 @@ def _alternative(
 
 
 def _try(candidates: Candidates, choices: Iterable[Choice]) -> dict[Choice, Candidate]:
-    found = (candidates.candidate(choice) for choice in dict.fromkeys(choices))
-    return {c.choice: c for c in found if c}
+    tried = (candidates.candidate(choice) for choice in dict.fromkeys(choices))
+    return {c.choice: c for c in tried if c}
 
 
 def _best_meshes(ranked: Iterable[Candidate]) -> list[Sizes]:
     """The meshes of the fastest candidates that meet all requirements, then of the fastest."""
     order = sorted(ranked, key=lambda c: c.seconds)
     meeting = dict.fromkeys(c.choice.sizes for c in order if not c.violated)
-    every = dict.fromkeys(c.choice.sizes for c in order)
-    return list(dict.fromkeys((*islice(meeting, MESHES), *islice(every, MESHES))))
+    meshes = dict.fromkeys(c.choice.sizes for c in order)
+    return list(dict.fromkeys((*islice(meeting, MESHES), *islice(meshes, MESHES))))
 
 
 def _select_named(
@@ -267,6 +267,6 @@ def _select_named(
         keys = candidates.space.alike(candidate.choice), (candidate.seconds, candidate.peak)
         if candidate.violated != violated or not seen.isdisjoint(keys):
             continue
-        if found := candidates.verify(candidate):
+        if verified := candidates.verify(candidate):
             seen.update(keys)
-            yield found
+            yield verified
