@@ -37,8 +37,8 @@ def _entry_points() -> Mapping[str, Any]:
 
     here = Path.cwd()
     folders = [folder for folder in sys.path if folder and Path(folder).resolve() != here]
-    every = (e for d in distributions(path=folders) for e in d.entry_points if e.group == GROUP)
-    return {entry.name: entry for entry in reversed([*every])}
+    entries = (e for d in distributions(path=folders) for e in d.entry_points if e.group == GROUP)
+    return {entry.name: entry for entry in reversed([*entries])}
 
 
 @cache

@@ -294,18 +294,18 @@ def mesh_source(mesh: MeshOf, context: Context) -> Value:
     return Shared("hsdp_mesh", FunctionCall(function, (pair,)))
 
 
-def _dimension(some: tuple[str, ...], context: Context) -> Value:
-    if set(some) & context.experts.keys():
-        return _of_experts(some, context)
+def _dimension(names: tuple[str, ...], context: Context) -> Value:
+    if set(names) & context.experts.keys():
+        return _of_experts(names, context)
     # an axis of one rank would only add a process group
-    wide = tuple(a for a, size in context.axes.items() if a in some and size > 1)
+    wide = tuple(a for a, size in context.axes.items() if a in names and size > 1)
     if len(wide) < 2:
-        return Index(MESH, (wide or some)[:1])
+        return Index(MESH, (wide or names)[:1])
     name = "_".join(wide)
     return Shared(f"{name}_mesh", FunctionCall("._flatten", (Index(MESH, wide), name)))
 
 
-def _of_experts(some: tuple[str, ...], context: Context) -> Value:
+def _of_experts(names: tuple[str, ...], context: Context) -> Value:
     """A dimension of the ranks that divide experts, or of those with equal ones.
 
     Where whole axes divide them, their process groups serve; else an axis is cut in two.
@@ -317,7 +317,7 @@ def _of_experts(some: tuple[str, ...], context: Context) -> Value:
         inner.insert(0, wide.pop())
         count *= context.axes[inner[0]]
     if count == size and wide:
-        return _dimension(tuple(inner if ranks in some else wide), context)
+        return _dimension(tuple(inner if ranks in names else wide), context)
     arguments = (MESH, context.expert_axes, (rest, ranks), size)
     function = "standalone.expert_parallel:mesh_of_experts"
-    return Index(Shared("expert_mesh", FunctionCall(function, arguments)), some)
+    return Index(Shared("expert_mesh", FunctionCall(function, arguments)), names)

@@ -150,10 +150,10 @@ class Tagged:
         """The kinds by name, operations in the order of their phases; a class that others extend
         stands for those that are installed.
         """
-        every = (
+        unions = (
             cls.all_installed() if hasattr(cls, "all_installed") else (cls,) for cls in self.members
         )
-        kinds = [cls for classes in every for cls in classes]
+        kinds = [cls for classes in unions for cls in classes]
         return {kind_of(c): _record(c) for c in sorted(kinds, key=lambda c: getattr(c, "PHASE", 0))}
 
 
@@ -207,12 +207,12 @@ def _merge_forms(forms: list[Form]) -> Form:
     """Several forms merged into one; the last name and the last functions win."""
     *_, last = forms
     named = next((f for f in reversed(forms) if f.name), last)
-    made = next((f for f in forms if f.write is not _NONE.write), last)
+    filled = next((f for f in forms if f.write is not _NONE.write), last)
     schema = {k: v for f in forms for k, v in f.schema.items()}
     # a narrowed form is not the named definition
     name = named.name if named is last else ""
     axis = any(f.axis for f in forms)
-    return Form(schema, name=name, write=made.write, read=made.read, axis=axis)
+    return Form(schema, name=name, write=filled.write, read=filled.read, axis=axis)
 
 
 @cache
@@ -346,7 +346,7 @@ class Reader:
             self.problems.append((at, f"an axis is named twice: {', '.join(names)}"))
         if len(self.problems) > problems:
             return None
-        made = record.cls(**values)
-        if hasattr(made, "problems"):
-            self.problems += [((*at, *where), problem) for where, problem in made.problems()]
-        return made
+        instance = record.cls(**values)
+        if hasattr(instance, "problems"):
+            self.problems += [((*at, *where), problem) for where, problem in instance.problems()]
+        return instance

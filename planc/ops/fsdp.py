@@ -164,23 +164,23 @@ class FullyShard(base.Op):
         if not collective.unit or not {*collective.axes} <= {*self.communication_axes}:
             return None
         first = collective.unit.partition(",")[0].replace(ROOT, "")
-        return UNIT if any(first in some.names() for some in self.members) else None
+        return UNIT if any(first in member.names() for member in self.members) else None
 
     def calls(self, context: call.Context) -> Iterator[call.Step]:
         if self.scalars:
-            every = call.Members(self.members)
-            yield call.Once(call=call.FunctionCall(f"{_FUNCTIONS}one_element", (every,)))
+            members = call.Members(self.members)
+            yield call.Once(call=call.FunctionCall(f"{_FUNCTIONS}one_element", (members,)))
         function = "torch.distributed.fsdp:fully_shard"
         if not self.shard:
             function = "torch.distributed._composable.replicate_with_fsdp:replicate"
         keywords = (("", call.Shared("fsdp", self._common())), *self._keywords(context))
         if self.group:
-            made = call.FunctionCall(function, (call.Members(self.members),), keywords)
-            yield call.Once(call=made, note=self.place)
+            function_call = call.FunctionCall(function, (call.Members(self.members),), keywords)
+            yield call.Once(call=function_call, note=self.place)
             return
         for modules in self.members:
-            made = call.FunctionCall(function, (), keywords)
-            yield call.Each(modules=modules, calls=(made,), note=self.place)
+            function_call = call.FunctionCall(function, (), keywords)
+            yield call.Each(modules=modules, calls=(function_call,), note=self.place)
             if context.rooted != bool(modules.path):  # the root, or each unit where there is none
                 resting = call.FunctionCall("standalone.passes:shards_at_rest")
                 yield call.Each(modules=modules, calls=(resting,))
@@ -335,13 +335,13 @@ class Divide(base.Op):
 
     def calls(self, _context: call.Context) -> Iterator[call.Step]:
         if not self.units:
-            made = call.FunctionCall(
+            function_call = call.FunctionCall(
                 f"{_FUNCTIONS}divide_gradients", (call.MODEL, self.factor, call.DEVICE_TYPE)
             )
-            yield call.Once(call=made, note=self.place)
+            yield call.Once(call=function_call, note=self.place)
         for modules in self.units:
-            made = call.FunctionCall(".set_gradient_divide_factor", (self.factor,))
-            yield call.Each(modules=modules, calls=(made,), note=self.place)
+            function_call = call.FunctionCall(".set_gradient_divide_factor", (self.factor,))
+            yield call.Each(modules=modules, calls=(function_call,), note=self.place)
 
     SIMULATION: ClassVar = base.SimulationKind.WITH_DATA
     PHASE: ClassVar = base.Phase.UNITS
@@ -379,8 +379,8 @@ class Prefetch(base.Op):
         for way, depth, units in ways:
             if depth:
                 order = tuple(call.Numbered(modules) for modules in units)
-                made = call.FunctionCall(f"{_FUNCTIONS}prefetch_{way}", (depth, *order))
-                yield call.Once(call=made, note=self.place)
+                function_call = call.FunctionCall(f"{_FUNCTIONS}prefetch_{way}", (depth, *order))
+                yield call.Once(call=function_call, note=self.place)
 
     SIMULATION: ClassVar = base.SimulationKind.WITH_DATA
     PHASE: ClassVar = base.Phase.UNITS
@@ -461,12 +461,12 @@ def _merge_units(ops: Sequence[FullyShard]) -> list[tuple[FullyShard, int]]:
     return groups
 
 
-def _merge_groups(one: FullyShard, two: FullyShard) -> FullyShard | None:
+def _merge_groups(first: FullyShard, second: FullyShard) -> FullyShard | None:
     """Two groups of blocks in the same lists, merged; None where they differ."""
-    if one.place != two.place or len(one.members) != len(two.members):
+    if first.place != second.place or len(first.members) != len(second.members):
         return None
-    unions = tuple(a.union(b) for a, b in zip(one.members, two.members, strict=True))
+    unions = tuple(a.union(b) for a, b in zip(first.members, second.members, strict=True))
     members = tuple(m for m in unions if m is not None)
-    joined = replace(one, members=members)
-    same = len(members) == len(unions) and replace(two, members=members) == joined
+    joined = replace(first, members=members)
+    same = len(members) == len(unions) and replace(second, members=members) == joined
     return joined if same else None

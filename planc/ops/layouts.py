@@ -34,8 +34,8 @@ class Partial:
 
 
 def _layout(text: str) -> Replicate | Shard | Partial:
-    found = re.fullmatch(r"shard\((.*)\)", text)
-    return Shard(int(found[1])) if found else Partial() if text == "partial" else Replicate()
+    match = re.fullmatch(r"shard\((.*)\)", text)
+    return Shard(int(match[1])) if match else Partial() if text == "partial" else Replicate()
 
 
 Layout = Annotated[

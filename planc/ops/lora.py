@@ -48,9 +48,9 @@ def segment_pattern(segment: Segment) -> str:
     for head, digits in tens.items():
         heads.setdefault(_any(digits), []).append(head)
     parts: list[str] = []
-    for ending, some in heads.items():
-        parts += [ending] if "" in some else []
-        if more := [head for head in some if head]:
+    for ending, branches in heads.items():
+        parts += [ending] if "" in branches else []
+        if more := [head for head in branches if head]:
             parts.append((_any(more) if max(map(len, more)) == 1 else either(more)) + ending)
     return parts[0] if len(parts) == 1 else either(parts)
 
@@ -66,9 +66,9 @@ def either(parts: Iterable[str]) -> str:
     return f"({'|'.join(parts)})"
 
 
-def pattern_of(every: Iterable[Modules]) -> str:
+def pattern_of(sets: Iterable[Modules]) -> str:
     last: dict[tuple[Segment, ...], list[str]] = {}
-    for members in every:
+    for members in sets:
         last.setdefault(members.path[:-1], []).append(segment_pattern(members.path[-1]))
     return "|".join(
         r"\.".join([*map(segment_pattern, path), names[0] if len(names) == 1 else either(names)])

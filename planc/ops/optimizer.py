@@ -202,14 +202,14 @@ class Optimize(Op):
             terms += [("block", self.block)] if self.block else []
             terms += [("host", True)] if self.offload else []
         match self.algorithm:
-            case AdamW(beta1=one, beta2=two, eps=eps):
-                terms += [("betas", (one, two)), ("eps", eps)]
+            case AdamW(beta1=beta1, beta2=beta2, eps=eps):
+                terms += [("betas", (beta1, beta2)), ("eps", eps)]
             case Sgd() | Adafactor():
-                own = (f.name for f in fields(self.algorithm))
-                terms += [(name, getattr(self.algorithm, name)) for name in own]
+                names = (f.name for f in fields(self.algorithm))
+                terms += [(name, getattr(self.algorithm, name)) for name in names]
             case Muon(units=units, compute=compute):
-                some = ("momentum", "nesterov", "ns_steps", "adjust_lr")
-                terms += [(name, getattr(self.algorithm, name)) for name in some]
+                muon_fields = ("momentum", "nesterov", "ns_steps", "adjust_lr")
+                terms += [(name, getattr(self.algorithm, name)) for name in muon_fields]
                 cuts = tuple((name, cut.terms) for name, cut in units)
                 terms += [("compute", dtype(compute)), ("units", Table(cuts))]
             case OptimizerClass(path=path, arguments=given):
@@ -271,16 +271,16 @@ class Optimize(Op):
             given = ((name, phrases.literal(value)) for name, value in self.algorithm.arguments)
             return [f"{name} = {value}" for name, value in given]
         usual = {f.name: f.default for f in fields(self.algorithm) if f.name != "units"}
-        every = ((name, getattr(self.algorithm, name)) for name in usual)
-        return [f"{n} = {_shown(v)}" for n, v in every if v != usual[n]]
+        values = ((name, getattr(self.algorithm, name)) for name in usual)
+        return [f"{n} = {_shown(v)}" for n, v in values if v != usual[n]]
 
     def _subject(self) -> str:
         """The class, or what Muon cuts a weight into."""
         if isinstance(self.algorithm, OptimizerClass):
             return f' "{self.algorithm.path}"'
         cuts = dict(self.algorithm.units) if isinstance(self.algorithm, Muon) else {}
-        found = {f"{name} {cut}" for name, cut in cuts.items() if cut.sizes}
-        return f" ({', '.join(sorted(found))})" if found else ""
+        texts = {f"{name} {cut}" for name, cut in cuts.items() if cut.sizes}
+        return f" ({', '.join(sorted(texts))})" if texts else ""
 
 
 def _shown(value: Any) -> str:

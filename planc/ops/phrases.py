@@ -51,9 +51,9 @@ def axes(names: Iterable[str], mesh: AxisSizes | None = None) -> str:
     return " * ".join(names) + size
 
 
-def mesh(every: Iterable[Any]) -> str:
+def mesh(mesh_axes: Iterable[Any]) -> str:
     """`dp_shard 4 | tp 2`, of axes with a name and a size."""
-    return " | ".join(f"{axis.name} {axis.size}" for axis in every)
+    return " | ".join(f"{axis.name} {axis.size}" for axis in mesh_axes)
 
 
 def value(of: Any) -> str:

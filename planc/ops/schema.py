@@ -128,12 +128,12 @@ class _Definitions:
 
 def _arguments(cls: type) -> dict[str, str]:
     """The descriptions of fields in the `Args:` of docstrings; `a, b:` describes both."""
-    found: dict[str, str] = {}
+    arguments: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         lines = (base.__doc__ or "").partition("Args:")[2]
         for names, about in re.findall(r"^ {4,8}([\w, ]+): (.*(?:\n {9,}.*)*)", lines, re.M):
-            found |= dict.fromkeys(names.split(", "), " ".join(about.split()))
-    return found
+            arguments |= dict.fromkeys(names.split(", "), " ".join(about.split()))
+    return arguments
 
 
 # What it says of a document -----------------------------------------------------------------------
@@ -152,9 +152,9 @@ def _validator() -> Any:
 
 def against_schema(data: Any) -> list[tuple[Where, str]]:
     """All violations of the schema: where in the document, and a message."""
-    found = sorted(_validator().iter_errors(data), key=lambda p: _order(p.absolute_path))
+    errors = sorted(_validator().iter_errors(data), key=lambda p: _order(p.absolute_path))
     # jsonschema has an error for each missing field of an object; one per object is enough
-    once = {(tuple(p.absolute_path), "" if p.validator == "required" else id(p)): p for p in found}
+    once = {(tuple(p.absolute_path), "" if p.validator == "required" else id(p)): p for p in errors}
     return [(tuple(p.absolute_path), _problem_text(p)) for p in once.values()]
 
 

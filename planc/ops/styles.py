@@ -371,15 +371,15 @@ def _weight_call(style: Colwise | Rowwise) -> FunctionCall:
         output_layouts=layout_call(style.output) if style.output != default.output else None,
         **_local(style),
     )
-    made = FunctionCall(f"{_TORCH}{type(style).__name__}Parallel", (), keywords)
+    function_call = FunctionCall(f"{_TORCH}{type(style).__name__}Parallel", (), keywords)
     parts = 1 if style.interleaved else style.parts  # interleaved parts are not reordered
     if style.transposed or parts != 1:
         name = "TransposedParallel" if style.transposed else "PackedParallel"
         sizes = drop_none(parts=_sizes(parts) if parts != 1 else None)
-        made = FunctionCall(f"{_OTHER}{name}", (made,), sizes)
+        function_call = FunctionCall(f"{_OTHER}{name}", (function_call,), sizes)
     if isinstance(style, Rowwise) and style.input in (Shard(0), Shard(1)):
-        return FunctionCall(f"{_OTHER}ContiguousInput", (made,))
-    return made
+        return FunctionCall(f"{_OTHER}ContiguousInput", (function_call,))
+    return function_call
 
 
 def _sizes(parts: Parts) -> Value:

@@ -107,8 +107,8 @@ class Parallelize(Op):
 
     def calls(self, _context: call.Context) -> Iterator[call.Step]:
         mesh = call.Shared(f"{'_'.join(self.axes)}_mesh", call.Index(call.MESH, self.axes))
-        made = call.FunctionCall(call.PARALLELIZE, (mesh, style_call(self.style)))
-        yield call.Each(modules=self.modules, calls=(made,), note=self.place)
+        function_call = call.FunctionCall(call.PARALLELIZE, (mesh, style_call(self.style)))
+        yield call.Each(modules=self.modules, calls=(function_call,), note=self.place)
         if self.splits_vocabulary:
             check = call.FunctionCall(_CHECK_IDS, (str(self.modules),))
             yield call.Each(modules=self.modules, calls=(check,), note=self.place)
@@ -163,14 +163,16 @@ class Parallelize(Op):
     def sizes(self) -> str:
         """The shapes of all sharded parameters; a weight's comes without its name."""
         texts = ((s.name, f"{list(s.shape)} -> {list(s.local)}") for s in self.shapes)
-        return ", ".join(one if name == "weight" else f"{name} {one}" for name, one in texts)
+        return ", ".join(
+            shapes if name == "weight" else f"{name} {shapes}" for name, shapes in texts
+        )
 
     @classmethod
     def section(cls, ops: Sequence[Self], mesh: AxisSizes) -> Iterator[str]:
         """Rules inside one list of blocks are listed together."""
         for axes in dict.fromkeys(op.axes for op in ops):
-            some = any(op.inferred for op in ops if op.axes == axes)
-            mark = f"; {INFERRED} is inferred" if some else ""
+            infers = any(op.inferred for op in ops if op.axes == axes)
+            mark = f"; {INFERRED} is inferred" if infers else ""
             yield phrases.head(cls.WORD, f"on {phrases.axes(axes, mesh)}{mark}")
             blocks: dict[str, list[Self]] = {}
             for op in ops:
@@ -185,7 +187,9 @@ class Parallelize(Op):
     def entries(self, common: Set[Group]) -> Iterator[Entry]:
         local = (f"local {list(s.local)}" for s in self.shapes)
         named = zip(self.shapes, local, strict=True)
-        brief = ", ".join(one if s.name == "weight" else f"{s.name} {one}" for s, one in named)
+        brief = ", ".join(
+            shapes if s.name == "weight" else f"{s.name} {shapes}" for s, shapes in named
+        )
         change = f" {style_name(self.style)}" if isinstance(self.style, Input | Output) else ""
         kind = f"{self.WORD}{change}"
         for entry in super(Parallelize, self).entries(common):
@@ -250,12 +254,14 @@ class Tie(Op):
         shared: dict[tuple[str, str], list[str]] = {}
         for op in ops:
             names = zip(op.parameter.split(".")[:0:-1], op.source.split(".")[:0:-1], strict=False)
-            same = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], names)][::-1]
+            same = [segment for segment, _ in takewhile(lambda pair: pair[0] == pair[1], names)][
+                ::-1
+            ]
             tail = "".join(f".{name}" for name in same)
             both = op.parameter.removesuffix(tail), op.source.removesuffix(tail)
             shared.setdefault(both, []).append(tail)
-        for (one, source), tails in shared.items():
+        for (segment, source), tails in shared.items():
             end, note = tails[0], "one parameter in the model"
             if len(tails) > 1:
                 end, note = "", f"{len(tails)} parameters, one in the model each"
-            yield phrases.head(cls.WORD, f"{one}{end} = {source}{end}: {note}")
+            yield phrases.head(cls.WORD, f"{segment}{end} = {source}{end}: {note}")
