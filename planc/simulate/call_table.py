@@ -118,10 +118,10 @@ class CallTable:
         kept: list[int] = []
         away: list[int] = []
         for save in saves:
-            own = [i for i, c in enumerate(self.calls) if c.op == save.name or c.op in save.ops]
-            for nth in save.calls or range(0, len(own), save.every):
-                if nth < len(own) and self.calls[own[nth]].size:
-                    (away if nth in save.hosted else kept).append(own[nth])
+            numbers = [i for i, c in enumerate(self.calls) if c.op == save.name or c.op in save.ops]
+            for nth in save.calls or range(0, len(numbers), save.every):
+                if nth < len(numbers) and self.calls[numbers[nth]].size:
+                    (away if nth in save.hosted else kept).append(numbers[nth])
         return self.point(kept, away)
 
     def running(self, saves: Sequence[Save]) -> Iterator[tuple[bool, CountedCall]]:
@@ -182,16 +182,16 @@ class CallTable:
 
 
 def _pareto_front(states: list[tuple[int, float, int]]) -> list[tuple[int, float, int]]:
-    found: list[tuple[int, float, int]] = []
+    front: list[tuple[int, float, int]] = []
     top = -1.0
     for state in states:
         if state[1] > top + 1e-15:
-            found.append(state)
+            front.append(state)
             top = state[1]
-    if len(found) <= MOST:
-        return found
-    step = found[-1][0] / MOST
+    if len(front) <= MOST:
+        return front
+    step = front[-1][0] / MOST
     groups: dict[int, tuple[int, float, int]] = {}
-    for state in found:  # within a step of bytes the last one saves most; the first one stays
+    for state in front:  # within a step of bytes the last one saves most; the first one stays
         groups[int(state[0] / step) + (state[0] > 0)] = state
     return [*groups.values()]

@@ -42,22 +42,22 @@ def source_digest() -> str:
 
 def digest_of(paths: Iterable[str]) -> str:
     """The sha256 of files of the package: of their names and contents."""
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()
     for path in paths:
-        found.update(f"{path.removeprefix(str(PACKAGE))}\n".encode())
+        hashed.update(f"{path.removeprefix(str(PACKAGE))}\n".encode())
         with open(path, "rb", buffering=0) as stream:  # noqa: PTH123, half the time of pathlib
-            found.update(stream.read())
-    return found.hexdigest()
+            hashed.update(stream.read())
+    return hashed.hexdigest()
 
 
 def files(names: Iterable[str] = SOURCES) -> list[str]:
     """The paths of the files in some folders of the package, in a fixed order."""
     places = [f"{PACKAGE}/{name}" for name in names]
-    found = [place for place in places if place.endswith(".py")]
+    paths = [place for place in places if place.endswith(".py")]
     for place in places:
         for folder, _, inside in os.walk(place):
-            found += [f"{folder}/{name}" for name in inside if name.endswith(".py")]
-    return sorted(found)
+            paths += [f"{folder}/{name}" for name in inside if name.endswith(".py")]
+    return sorted(paths)
 
 
 FORMAT_VERSION = 1
@@ -86,9 +86,9 @@ def identity(facts: Facts) -> dict[str, Any]:
     from keywords, of which a configuration names no class.
     """
     config = {k: v for k, v in facts.config.items() if k not in _OF_THE_COPY}
-    own = {"planc.code": str(facts.own_code)} if facts.own_code else {}
-    made = {"architectures": [facts.name], "planc.modules": structure(facts.root)}
-    return {**config, **made, **own}
+    code = {"planc.code": str(facts.own_code)} if facts.own_code else {}
+    structure_of_model = {"architectures": [facts.name], "planc.modules": structure(facts.root)}
+    return {**config, **structure_of_model, **code}
 
 
 def keepable(facts: Facts, lowered: Lowered) -> bool:
@@ -137,20 +137,26 @@ def stored_certificate(
     lowered: str, config: Mapping[str, Any], packages: Iterable[str] = ()
 ) -> Certificate | None:
     """The certificate of this lowered plan for this model with the installed versions, or None."""
-    found = read(cache.home() / f"verify-{key_of(lowered, config, packages)}.json")
-    return found if found and found["lowered"] == lowered else None
+    stored = read(cache.home() / f"verify-{key_of(lowered, config, packages)}.json")
+    return stored if stored and stored["lowered"] == lowered else None
 
 
 def read(path: Path) -> Certificate | None:
     """The certificate in a file of the cache, or None if there is no sound one."""
     try:
-        found: Certificate = json.loads(path.read_text(encoding="utf-8"))
-        sound = found["format_version"] == FORMAT_VERSION and "lowered" in found
-        sound = sound and found["verdict"] in ("verified", "refuted") and summary(found) != ""
-        sound = sound and (found["verdict"] == "verified" or isinstance(found["reason"], str))
+        certificate: Certificate = json.loads(path.read_text(encoding="utf-8"))
+        sound = certificate["format_version"] == FORMAT_VERSION and "lowered" in certificate
+        sound = (
+            sound
+            and certificate["verdict"] in ("verified", "refuted")
+            and summary(certificate) != ""
+        )
+        sound = sound and (
+            certificate["verdict"] == "verified" or isinstance(certificate["reason"], str)
+        )
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
-    return found if sound else None
+    return certificate if sound else None
 
 
 def summary(certificate: Certificate) -> str:
@@ -180,5 +186,5 @@ def versions(config: Mapping[str, Any]) -> dict[str, str]:
     """The versions that a proof of a model with this configuration depends on."""
     import platform
 
-    found = {"planc": VERSION, "python": platform.python_version()}
-    return {**found, **cache.versions(config)}
+    known = {"planc": VERSION, "python": platform.python_version()}
+    return {**known, **cache.versions(config)}

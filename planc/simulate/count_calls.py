@@ -49,8 +49,8 @@ def count_calls(
     """
     _require_countable(plan, facts)
     plan = assume_fp32_steps(plan, facts) or plan
-    every = tuple(modules)
-    rules = tuple(Checkpoint(modules=at) for at in every)
+    all_modules = tuple(modules)
+    rules = tuple(Checkpoint(modules=at) for at in all_modules)
     bare = replace(plan.with_checkpoint_rules(rules), pipeline=None, optimizer=())
     precision = plan.fsdp.precision if plan.fsdp else None
     if precision and precision.param and plan.load and not plan.load.fp32:
@@ -75,7 +75,7 @@ def count_calls(
                 lowered=dumps(lowered),
                 digest=digest(lowered),
                 rank=0,
-                calls=dict(_alike(every, bare, facts)),
+                calls=dict(_alike(all_modules, bare, facts)),
             )
             _KNOWN[key] = _tables(_run(job, key))
     return _KNOWN[key]

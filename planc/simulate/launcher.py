@@ -185,10 +185,10 @@ class ForkServer:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGUSR1)  # a rank writes its stack on it
             time.sleep(0.5)
-        found = list(_reports(self.folder, job.ranks))
-        if late or self._process.returncode != 0 or len(found) < job.ranks:
-            return self._failure(found, timeout if late else None, job.ranks)
-        return comparison(found, time.monotonic() - began)
+        reports = list(_reports(self.folder, job.ranks))
+        if late or self._process.returncode != 0 or len(reports) < job.ranks:
+            return self._failure(reports, timeout if late else None, job.ranks)
+        return comparison(reports, time.monotonic() - began)
 
     def close(self) -> None:
         """Ends every process, including those that a rank started."""
@@ -199,8 +199,10 @@ class ForkServer:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def _failure(self, found: list[dict[str, Any]], late: float | None, ranks: int) -> TrialFailure:
-        failed = sorted((f for f in found if "error" in f), key=lambda f: float(f["time"]))
+    def _failure(
+        self, reports: list[dict[str, Any]], late: float | None, ranks: int
+    ) -> TrialFailure:
+        failed = sorted((f for f in reports if "error" in f), key=lambda f: float(f["time"]))
         single = [f for f in failed if f["single"] or f["phase"] in ("build", "single")]
         ended = sorted(_signals(self.folder))
         if single:
@@ -213,7 +215,7 @@ class ForkServer:
             message = f"ended by {signal.Signals(number).name}"
             return TrialFailure(kind="rank", message=message, rank=rank, detail=_tail(self.log))
         if late is not None:
-            silent = sorted(set(range(ranks)) - {f["rank"] for f in found})
+            silent = sorted(set(range(ranks)) - {f["rank"] for f in reports})
             who = "any rank" if len(silent) == ranks else f"rank {one_of(map(str, silent))}"
             message = f"no answer from {who} in {late:g} s"
             waits = "\n".join(_waiting(self.folder, silent))
@@ -276,29 +278,29 @@ def _failure_of(kind: str, report: dict[str, Any]) -> TrialFailure:
     )
 
 
-def comparison(found: list[dict[str, Any]], seconds: float) -> Comparison:
-    """The comparison of all ranks as one; `found` are their reports, as of
+def comparison(reports: list[dict[str, Any]], seconds: float) -> Comparison:
+    """The comparison of all ranks as one; `reports` are theirs, as of
     `worker.compare_with_reference`.
     """
-    every = [seed for report in found for seed in report["seeds"]]
-    limits = found[0].get("limits", LIMITS)
-    errors = {kind: max(float(s[kind]) for s in every) for kind in limits}
+    seeds = [seed for report in reports for seed in report["seeds"]]
+    limits = reports[0].get("limits", LIMITS)
+    errors = {kind: max(float(s[kind]) for s in seeds) for kind in limits}
     worst = {
-        kind: str(max(every, key=lambda s: float(s[kind]))[f"{kind}_at"])
+        kind: str(max(seeds, key=lambda s: float(s[kind]))[f"{kind}_at"])
         for kind in ("gradients", "parameters")
         if kind in limits
     }
-    differences = [f["first"] for f in found if f.get("first")]
+    differences = [f["first"] for f in reports if f.get("first")]
     first = min(differences, key=lambda f: int(f["order"])) if differences else None
     return Comparison(
         errors=errors,
         worst=worst,
         first=first,
         seconds=seconds,
-        device=found[0]["device"],
+        device=reports[0]["device"],
         limits=limits,
-        chooses=found[0].get("chooses", False),
-        exact=found[0].get("exact", False),
+        chooses=reports[0].get("chooses", False),
+        exact=reports[0].get("exact", False),
     )
 
 

@@ -65,8 +65,8 @@ class InFloat64:
         return in_float64(self.builder.build(seed))
 
     def sample(self, shape: Any) -> dict[str, torch.Tensor]:
-        made = self.builder.sample(shape).items()
-        return {n: v.double() if v.is_floating_point() else v for n, v in made}
+        inputs = self.builder.sample(shape).items()
+        return {n: v.double() if v.is_floating_point() else v for n, v in inputs}
 
 
 def gradient_scale(lowered: Lowered) -> float:
@@ -95,8 +95,8 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _same_shape(mine: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether the shapes are equal; a scalar parameter has one element under FSDP."""
-    one, other = tuple(mine.shape), tuple(right.shape)
-    return one == other or (one == (1,) and other == ())
+    shape, other = tuple(mine.shape), tuple(right.shape)
+    return shape == other or (shape == (1,) and other == ())
 
 
 def relative(mine: torch.Tensor, right: torch.Tensor, floor: float = 1e-12) -> float:

@@ -47,20 +47,20 @@ def observed_layouts(
     if placements := parts[0].placements:
         return tuple(filter(None, [_layout_of(placements[0])]))
     tensors = [part.tensor for part in parts]
-    found: list[ir.Layout] = []
+    layouts: list[ir.Layout] = []
     if all(_same(tensor, wanted, limit) for tensor in tensors):
-        found.append(ir.Replicate())
+        layouts.append(ir.Replicate())
     if len(tensors) == 1:
-        return tuple(found)
+        return tuple(layouts)
     for dim in range(wanted.dim()):
         others = [(*t.shape[:dim], *t.shape[dim + 1 :]) for t in tensors if t.dim() > dim]
         fit = set(others) == {(*wanted.shape[:dim], *wanted.shape[dim + 1 :])}
         if fit and _same(torch.cat(tensors, dim), wanted, limit):
-            found.append(ir.Shard(dim))
+            layouts.append(ir.Shard(dim))
     alike = {t.shape for t in tensors} == {wanted.shape}
-    if not found and alike and _same(torch.stack(tensors).sum(0), wanted, limit):
-        found.append(ir.Partial())
-    return tuple(found)
+    if not layouts and alike and _same(torch.stack(tensors).sum(0), wanted, limit):
+        layouts.append(ir.Partial())
+    return tuple(layouts)
 
 
 def _layout_of(placement: object) -> ir.Layout | None:
@@ -82,11 +82,11 @@ def _same(value: torch.Tensor, wanted: torch.Tensor, limit: float) -> bool:
     return relative(value, wanted, 1e-12) < limit
 
 
-def agrees(layout: ir.Layout, found: tuple[ir.Layout, ...], ndim: int) -> bool:
+def agrees(layout: ir.Layout, layouts: tuple[ir.Layout, ...], ndim: int) -> bool:
     """Whether the stated layout is among the observed ones."""
     if isinstance(layout, ir.Shard) and layout.dim < 0:
         layout = ir.Shard(layout.dim + ndim)
-    return layout in found
+    return layout in layouts
 
 
 def resized_inputs(
@@ -120,7 +120,7 @@ class Implicit:
 
 @contextmanager
 def redistributions(
-    current: Callable[[], Trace | None], styled: Collection[str], found: list[Implicit]
+    current: Callable[[], Trace | None], styled: Collection[str], implicit: list[Implicit]
 ) -> Iterator[None]:
     """Records redistributions of rank 0 that communicate, outside of modules with a style.
 
@@ -130,7 +130,7 @@ def redistributions(
     Args:
         current: gives the trace of the running model, None before it runs.
         styled: the modules with a style, whose redistributions are intended.
-        found: receives each redistribution once.
+        implicit: receives each redistribution once.
     """
     from planc.compat.dtensor import ExplicitRedistributionContext, OpSchema, redistribute_cost
 
@@ -151,8 +151,8 @@ def redistributions(
             before=trace.leaf,
             op=str(op.op if isinstance(op, OpSchema) else op),
         )
-        if seen not in found:
-            found.append(seen)
+        if seen not in implicit:
+            implicit.append(seen)
 
     with patch.object(
         ExplicitRedistributionContext, "observe_redistribution", staticmethod(observe)

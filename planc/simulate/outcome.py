@@ -91,7 +91,7 @@ class Outcome:
         return next((p for p in self.discrepancies if p.kind in ("crash", "output")), None)
 
     def of_kind(self, kind: str) -> list[Discrepancy]:
-        return [one for one in self.discrepancies if one.kind == kind]
+        return [discrepancy for discrepancy in self.discrepancies if discrepancy.kind == kind]
 
     def document(self) -> dict[str, Any]:
         """The outcome as JSON data."""
@@ -103,18 +103,18 @@ def outcome_of(kept: Any) -> Outcome | None:
     if not isinstance(kept, dict):
         return None
     try:
-        found = tuple(
+        discrepancies = tuple(
             Discrepancy(**{**d, "layouts": tuple(d["layouts"])}) for d in kept["discrepancies"]
         )
         modules = tuple((str(n), None if e is None else float(e)) for n, e in kept["modules"])
         named = {
             field: tuple(map(str, kept[field])) for field in ("input_kinds", "lacks", "passes")
         }
-        outcome = Outcome(**{**kept, "discrepancies": found, "modules": modules, **named})
+        outcome = Outcome(**{**kept, "discrepancies": discrepancies, "modules": modules, **named})
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
     known = outcome.verdict in ("proved", "refuted", "unknown", "nothing")
-    return outcome if known and _sound(outcome) and all(map(_sound, found)) else None
+    return outcome if known and _sound(outcome) and all(map(_sound, discrepancies)) else None
 
 
 def _sound(record: Outcome | Discrepancy) -> bool:

@@ -86,8 +86,10 @@ def train(
         raise program.SingleError(program.DRAWS_PARTS)
     report("apply")
     if reference.uneven and lowered.fsdp_units:
-        one = reference.uneven[0]
-        raise RuntimeError(f"only some data ranks use `{one.name}`: {one.where} (PL512)")
+        uneven_use = reference.uneven[0]
+        raise RuntimeError(
+            f"only some data ranks use `{uneven_use.name}`: {uneven_use.where} (PL512)"
+        )
     model = build()
     program.seed_rank(distributed.get_rank())
     run = apply_lowered(model, lowered, digest=digest, device_type=device, allow_code=True)
@@ -98,8 +100,8 @@ def train(
     report("compare")
     if reference.draws:
         single = apply_for_reference(build(), lowered)
-        found = of_all_ranks((result.data_rank, result.drawn))
-        ranks = [program.RankResult(data_rank=rows, drawn=drawn) for rows, drawn in found]
+        drawn_by_rank = of_all_ranks((result.data_rank, result.drawn))
+        ranks = [program.RankResult(data_rank=rows, drawn=drawn) for rows, drawn in drawn_by_rank]
         reference = program.train_single(single, data, lowered, ranks)
     return result, reference, data
 
@@ -134,15 +136,15 @@ def _updates(result: program.RankResult, reference: program.Reference) -> dict[s
     or a class of the user's made it (it may be far less than the value), and of its optimizer
     state.
     """
-    found = numerics.errors_by_name(result.parameters, reference.parameters)
+    errors = numerics.errors_by_name(result.parameters, reference.parameters)
     states, wanted = result.states, reference.states
     rounded = {_owner(key) for key, state in wanted.items() if state.dtype == torch.bfloat16}
 
     def count(name: str, error: float) -> None:
-        found[name] = max(found.get(name, 0.0), error / (_ROUNDED if name in rounded else 1.0))
+        errors[name] = max(errors.get(name, 0.0), error / (_ROUNDED if name in rounded else 1.0))
 
     for name, before in reference.before.items():
-        if found.get(name, math.inf) < math.inf:
+        if errors.get(name, math.inf) < math.inf:
             mine, right = (r.parameters[name] - before for r in (result, reference))
             count(name, numerics.relative(mine, right, _STEPS * float(before.abs().max())))
     for key, error in numerics.errors_by_name(states, wanted).items():
@@ -150,7 +152,7 @@ def _updates(result: program.RankResult, reference: program.Reference) -> dict[s
         eight = alike and program.IN_EIGHT_BITS in key  # a number may fall to the next code
         off = numerics.norm_error(states[key], wanted[key]) if eight else error
         count(_owner(key), off if alike else math.inf)
-    return found
+    return errors
 
 
 _STEPS = 8 * numerics.UNIT_ROUNDOFF["float32"] / PARAMETER_LIMIT

@@ -119,15 +119,15 @@ class Replayed(TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if (own := _noise(func, out)) is not None:
+        if (noise := _noise(func, out)) is not None:
             parts = [of_rank[self._at] for of_rank in self._drawn if len(of_rank) > self._at]
             self._at += 1
             if len(parts) < len(self._drawn):
                 self._tell("a rank generates random numbers fewer times than one process", None)
-            elif (whole := self._full_tensor(parts, own.shape)) is not None:
-                own.copy_(whole)
+            elif (whole := self._full_tensor(parts, noise.shape)) is not None:
+                noise.copy_(whole)
                 if isinstance(out, tuple):  # native_dropout: the masked input, and the mask
-                    out[0].copy_(args[0] * own / (1 - args[1]))
+                    out[0].copy_(args[0] * noise / (1 - args[1]))
         return out
 
     def _full_tensor(self, parts: list[torch.Tensor], shape: torch.Size) -> torch.Tensor | None:
@@ -139,7 +139,9 @@ class Replayed(TorchDispatchMode):  # type: ignore[misc]
         shards = parts
         if same:  # ranks of several axes, of which some may hold the same shard
             dims = enumerate(zip(parts[0].shape, shape, strict=False))
-            shards = parts[:1] * max((wide // own for _, (own, wide) in dims if own), default=1)
+            shards = parts[:1] * max(
+                (wide // local for _, (local, wide) in dims if local), default=1
+            )
         for dim in range(len(shape)):
             others = [[*p.shape[:dim], *p.shape[dim + 1 :]] for p in shards]
             fits = others == [[*shape[:dim], *shape[dim + 1 :]]] * len(shards)

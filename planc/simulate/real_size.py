@@ -57,10 +57,10 @@ def run_at_real_size(
     for length in LENGTHS:
         try:
             inputs = _inputs(builder, lowered, length, input_kinds)
-            found, late = _run(builder, lowered, inputs)
+            exception, late = _run(builder, lowered, inputs)
             if late:
                 return Outcome(verdict="unknown", reason=late)
-            if found is None:
+            if exception is None:
                 return Outcome(verdict="proved")
             _run_single(builder, inputs)
         except Exception as error:
@@ -68,7 +68,7 @@ def run_at_real_size(
                 break
             reason = f"one process does not run on tensors without values: {first_line(error)}"
             return Outcome(verdict="unknown", reason=reason)
-        crash = found
+        crash = exception
     assert crash is not None
     return Outcome(verdict="refuted", discrepancies=(crash,))
 

@@ -34,13 +34,16 @@ class RankPart:
         """The rank's part of what a module got or gave; `mine` is what it did on the rank."""
         raise NotImplementedError
 
-    def of_trace(self, trace: Trace, own: Trace) -> Trace:
-        """The calls of the single process, with the rank's part of each tensor; `own` are those of
-        the rank.
+    def of_trace(self, trace: Trace, local_trace: Trace) -> Trace:
+        """The calls of the single process, with the rank's part of each tensor.
+
+        Args:
+            trace: of the single process.
+            local_trace: of the rank.
         """
         calls = {}
         for name, call in trace.calls.items():
-            mine = own.calls.get(name, call) if self.behind else ModuleCall(line="")
+            mine = local_trace.calls.get(name, call) if self.behind else ModuleCall(line="")
             inputs = {k: self._part_of(v, mine.inputs.get(k)) for k, v in call.inputs.items()}
             output = call.output and self._part_of(call.output, mine.output)
             calls[name] = ModuleCall(line=call.line, inputs=inputs, output=output)
@@ -67,10 +70,10 @@ class BatchPart(RankPart):
         if value.shape == (self.length,) and (self.tokens == self.tokens[0]).all():
             return value[self.tokens[0]]
         if value.dim() == 3 and value.shape[2] == self.length and value.shape[1] in (1, rows):
-            return torch.stack([self.local_part(some) for some in value])
+            return torch.stack([self.local_part(row) for row in value])
         if value.dim() > 1 and value.shape[1] == self.length and len(value) in (1, rows):
-            some = self.tokens[: len(value)]
-            return value[torch.arange(len(some))[:, None], some]
+            tokens = self.tokens[: len(value)]
+            return value[torch.arange(len(tokens))[:, None], tokens]
         if value.dim() > 1 and len(value) == rows * self.length:
             return self.local_part(value.unflatten(0, (rows, -1))).flatten(0, 1)
         return value

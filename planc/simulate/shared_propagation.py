@@ -59,11 +59,11 @@ class _Shared:
         with self._one_at_a_time:
             if key not in self._known:
                 self._known[key] = self._propagate(schema), meshes
-            found, theirs = self._known[key]
+            sharding, theirs = self._known[key]
             try:
-                return _on_meshes(dict(zip(theirs, meshes, strict=True)), found)
+                return _on_meshes(dict(zip(theirs, meshes, strict=True)), sharding)
             except _PrivateError:
-                return found if theirs is meshes else self._propagate(schema)
+                return sharding if theirs is meshes else self._propagate(schema)
 
 
 def _key(value: Any, meshes: list[DeviceMesh]) -> object:
@@ -75,9 +75,9 @@ def _key(value: Any, meshes: list[DeviceMesh]) -> object:
             order = _placement_fields(value)
             return meshes.index(value.mesh), value.placements, value.tensor_meta, *order.values()
         case list() | tuple():
-            return type(value), *(_key(one, meshes) for one in value)
+            return type(value), *(_key(item, meshes) for item in value)
         case dict():
-            return dict, *((name, _key(one, meshes)) for name, one in value.items())
+            return dict, *((name, _key(item, meshes)) for name, item in value.items())
         case torch._ops.OpOverload():
             return value
     if type(value) not in _PLAIN:
@@ -114,9 +114,9 @@ def _on_meshes(meshes: Mapping[DeviceMesh, DeviceMesh], value: Any) -> Any:
             mesh, order = meshes[value.mesh], _placement_fields(value)
             return DTensorSpec(mesh, value.placements, value.tensor_meta, **order)
         case list() | tuple():
-            return type(value)([_on_meshes(meshes, one) for one in value])
+            return type(value)([_on_meshes(meshes, item) for item in value])
         case dict():
-            return {name: _on_meshes(meshes, one) for name, one in value.items()}
+            return {name: _on_meshes(meshes, item) for name, item in value.items()}
     return value
 
 

@@ -65,11 +65,11 @@ class _Receive(distributed.Work):  # type: ignore[misc]
             self.run.turns.wait(lambda: self._done or ended.is_set())
             if not self._done:
                 sys.exit("another rank has raised")
-            self.taken, found = True, self.channel.sent.pop(self.number)
+            self.taken, sent = True, self.channel.sent.pop(self.number)
         finally:
             waits.pop(threading.get_ident(), None)
         with torch.no_grad():
-            self.tensor.detach().copy_(found)
+            self.tensor.detach().copy_(sent)
         return True
 
 

@@ -311,6 +311,8 @@ def _is_deadlock(threads: list[threading.Thread], waits: Mapping[int, Any]) -> b
     """
     joined = [waits.get(t.ident or 0) for t in threads if t.is_alive()]
     return bool(joined) and all(
-        one is not None and not one._done and one._count == joined.count(one) < one._world_size
-        for one in joined
+        collective is not None
+        and not collective._done
+        and collective._count == joined.count(collective) < collective._world_size
+        for collective in joined
     )

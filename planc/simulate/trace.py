@@ -112,7 +112,7 @@ def main_tensor(output: Any) -> torch.Tensor | None:
         return logits
     values = output.values() if isinstance(output, dict) else output
     if isinstance(values, tuple | list) or isinstance(output, dict):
-        return next((found for v in values if (found := main_tensor(v)) is not None), None)
+        return next((tensor for v in values if (tensor := main_tensor(v)) is not None), None)
     return None
 
 

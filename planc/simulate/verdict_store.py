@@ -54,9 +54,9 @@ def remember(
     Args:
         plan: the digest of the plan's text, by which the meshes that it was proved on are known.
     """
-    key, found = _key(lowered, facts, by), asdict(verdict)
-    if cache.recall(key) != found:  # to write takes longer than to read
-        cache.keep(key, found)
+    key, stored = _key(lowered, facts, by), asdict(verdict)
+    if cache.recall(key) != stored:  # to write takes longer than to read
+        cache.keep(key, stored)
     proved, mesh = _proved_on(plan, facts), _mesh(lowered)
     if plan and verdict.level in ("proved", "verified") and mesh not in proved:
         cache.keep(_key_of_text(plan, facts), [*proved, mesh])
@@ -70,8 +70,8 @@ def recall(lowered: Lowered, facts: Facts, plan: str = "") -> KnownVerdict:
         plan: the digest of the plan's text; what is unproved then says what it was proved on.
     """
     proofs: tuple[Proof, ...] = get_args(Proof)
-    if found := strongest(_verdict(lowered, facts, by) for by in proofs):
-        return found
+    if verdict := strongest(_verdict(lowered, facts, by) for by in proofs):
+        return verdict
     never = _NEVER if facts.user_model is None else _NEVER_OF_THE_SCRIPT
     proved, mesh = _proved_on(plan, facts), _mesh(lowered)
     if not proved or mesh in proved:
@@ -87,8 +87,8 @@ def _mesh(lowered: Lowered) -> str:
 
 def _proved_on(plan: str, facts: Facts) -> list[str]:
     """The meshes that a plan's text was proved on, whatever the settings."""
-    found = cache.recall(_key_of_text(plan, facts)) if plan else None
-    return [mesh for mesh in found if isinstance(mesh, str)] if isinstance(found, list) else []
+    meshes = cache.recall(_key_of_text(plan, facts)) if plan else None
+    return [mesh for mesh in meshes if isinstance(mesh, str)] if isinstance(meshes, list) else []
 
 
 def _key_of_text(plan: str, facts: Facts) -> str:

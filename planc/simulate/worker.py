@@ -44,11 +44,11 @@ def prepare(job: Job) -> None:
 
 def main(job: Job, number: int) -> int:
     """Writes `<number>.json`; returns 0 if there is a comparison, whatever its result."""
-    found: dict[str, Any] = {"rank": number, "phase": "start"}
+    report: dict[str, Any] = {"rank": number, "phase": "start"}
     stack = (Path(job.folder) / f"{number}.stack").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack)
     try:
-        found["device"] = device = device_for(job.ranks)
+        report["device"] = device = device_for(job.ranks)
         if device == "cuda":
             torch.cuda.set_device(number)
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -59,14 +59,14 @@ def main(job: Job, number: int) -> int:
             store=distributed.FileStore(str(Path(job.folder) / "store"), job.ranks),
             timeout=datetime.timedelta(seconds=job.seconds),
         )
-        compare_with_reference(job, found)
+        compare_with_reference(job, report)
     except BaseException as error:
-        found["single"] = isinstance(error, SingleError)
-        found["error"] = f"{type(error).__name__}: {error}".strip().removeprefix("SingleError: ")
-        found["frames"], found["module"] = _frames(error), _module(error)
-    found["time"] = time.monotonic()
-    atomic_write.write(Path(job.folder) / f"{number}.json", json.dumps(_finite(found)))
-    return int("error" in found)
+        report["single"] = isinstance(error, SingleError)
+        report["error"] = f"{type(error).__name__}: {error}".strip().removeprefix("SingleError: ")
+        report["frames"], report["module"] = _frames(error), _module(error)
+    report["time"] = time.monotonic()
+    atomic_write.write(Path(job.folder) / f"{number}.json", json.dumps(_finite(report)))
+    return int("error" in report)
 
 
 def _frames(error: BaseException) -> list[tuple[str, int, str, str]]:
@@ -85,17 +85,17 @@ def _module(error: BaseException) -> str:
     return next((plain_name(names[id(m)]) for m in reversed(called) if id(m) in names), "")
 
 
-def compare_with_reference(job: Job, found: dict[str, Any]) -> None:
-    """Trains this rank of a process group and the single process, and adds to `found` how far their
-    numbers are apart, and the phase. Where all are nearly right, they are compared once more in
-    float64, which tells a fault from the rounding of a model that amplifies it.
+def compare_with_reference(job: Job, numbers: dict[str, Any]) -> None:
+    """Trains this rank of a process group and the single process, and adds the errors and the phase
+    to `numbers`. If all are nearly right, they are compared once more in float64, which tells a
+    fault from the rounding of a model that amplifies it.
 
     Raises:
         SingleError: the model does not train in a single process.
     """
 
     def report(phase: str) -> None:
-        found["phase"] = phase
+        numbers["phase"] = phase
 
     report("build")
     builder = _MAKERS.get(job.digest) or builder_of(job.config, job.code)
@@ -103,42 +103,42 @@ def compare_with_reference(job: Job, found: dict[str, Any]) -> None:
     lowered = loads(job.lowered, "the lowered plan", sink)
     if lowered is None:
         raise ValueError("; ".join(d.message for d in sink))
-    wrong = _wrong(builder, lowered, job, found, report)
+    wrong = _wrong(builder, lowered, job, numbers, report)
     if wrong is None:
         return
-    limits, seed = found["limits"], found["seeds"][-1]["seed"]
-    nearly = all(found["seeds"][-1][kind] < NEARLY for kind in limits)
+    limits, seed = numbers["limits"], numbers["seeds"][-1]["seed"]
+    nearly = all(numbers["seeds"][-1][kind] < NEARLY for kind in limits)
     if all(of_all_ranks(nearly and not job.precision)):
-        exact = {"device": found["device"], "exact": True}
+        exact = {"device": numbers["device"], "exact": True}
         wide: Any = InFloat64(builder)
         with contextlib.suppress(SingleError):  # of all ranks, where nothing was sent yet
             if _wrong(wide, lowered, job, exact, report) is None:
-                found.update(exact)
+                numbers.update(exact)
                 return
     report("locate")
     beyond = {n: e for n, e in wrong.gradients.items() if e > limits["gradients"]}
     job = replace(job, limits=limits)
-    found["first"] = _locate(builder, lowered, job, seed, beyond, device=found["device"])
+    numbers["first"] = _locate(builder, lowered, job, seed, beyond, device=numbers["device"])
 
 
 def _wrong(
     builder: ModelBuilder,
     lowered: Lowered,
     job: Job,
-    found: dict[str, Any],
+    numbers: dict[str, Any],
     report: Callable[[str], None],
 ) -> Errors | None:
     """The errors of this rank for the first seed with which a rank's are beyond the limits; adds
-    those of all seeds so far to `found`. None where all are within them.
+    those of all seeds so far to `numbers`. None where all are within them.
     """
-    found["seeds"] = []
+    numbers["seeds"] = []
     for seed in job.seeds:
-        how = {"device": found["device"], "precision": job.precision}
+        how = {"device": numbers["device"], "precision": job.precision}
         errors = prove(builder, lowered, job.digest, seed, report, **how)
         last = {"seed": seed, **_worst(errors)}
-        found["seeds"].append(last)
-        limits = found["limits"] = errors.limits or job.limits
-        found["chooses"] = errors.chooses
+        numbers["seeds"].append(last)
+        limits = numbers["limits"] = errors.limits or job.limits
+        numbers["chooses"] = errors.chooses
         if any(of_all_ranks(any(not last[kind] <= limit for kind, limit in limits.items()))):
             return errors
     return None
@@ -179,11 +179,11 @@ def _locate(
         traces=result.traces,
     )
     runs = Runs(lowered=lowered, batches=data, reference=reference, results=of_all_ranks(seen))
-    found = first_wrong_output(runs, job.limits["logits"])
+    first_wrong = first_wrong_output(runs, job.limits["logits"])
     order = {n: i for i, n in enumerate(reference.passes[0].traces[0].finished)}
-    if found is not None:  # or the module before it, that gives a part of a sum
-        name = found.before or found.subject or "the model"
-        return {"what": "output", "name": name, "error": found.error, "order": 0}
+    if first_wrong is not None:  # or the module before it, that gives a part of a sum
+        name = first_wrong.before or first_wrong.subject or "the model"
+        return {"what": "output", "name": name, "error": first_wrong.error, "order": 0}
     if not wrong:
         return None
     name = max(wrong, key=lambda n: order.get(n.rpartition(".")[0], -1))
