@@ -125,6 +125,8 @@ class EngineLayout(EngineTensors):
             by_expert.setdefault(expert[0], {})[expert[1]] = tensor
         elif rule.kind == "left_out":
             return
+        elif rule.kind == "replicate":
+            self._replicate(replace(tensor, dtype=rule.dtype or tensor.dtype))
         elif rule.parts:
             self._fuse(rule, tensor, place)
         elif rule.kind in ("qkv", "merged"):

@@ -13,7 +13,7 @@ STACKS = {"experts_merged": 1, "experts_column": 1, "experts_row": 2}
 """The stacks of experts that the files have, by the dim that ranks of a group split."""
 QUANTIZED = (*FUSED, "column", "row")
 """The layers whose weights are in fp8 if the engine's are."""
-LAYERS = (*QUANTIZED, *STACKS, "vocab", "renames", "left_out")
+LAYERS = (*QUANTIZED, *STACKS, "vocab", "replicate", "renames", "left_out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,7 @@ class ServeRule(Meaning):
         parts: the layers of the files that a fused layer consists of, in order; none if the files
             have it fused.
         transposed: whether the last two dims of a stack in the files are swapped in the engine.
+        dtype: torch's name of the dtype in the engine; None for that of the section.
         optional: whether the model may lack it.
         override: whether it replaces an earlier rule for the same tensors.
     """
@@ -34,6 +35,7 @@ class ServeRule(Meaning):
     kind: str
     parts: tuple[str, ...] = ()
     transposed: bool = False
+    dtype: str | None = None
     optional: bool = False
     override: bool = False
 

@@ -3,6 +3,8 @@
 import re
 
 import torch
+from families import FAMILIES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from planc.compiler import compile
 from planc.diagnostics.diagnostic import Sink
@@ -43,6 +45,41 @@ EXPERTS = """
     mlp.experts.w13_weight : experts(gate_proj, up_proj)
     mlp.experts.w2_weight  : experts(down_proj)
 """
+
+
+_EXPERTS = {
+    "num_experts": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 32,
+}
+_LATENT = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+OWN_SIZES = {
+    **dict.fromkeys(("exaone_moe", "afmoe", "hy_v3"), _EXPERTS),
+    "cohere2_moe": {**_EXPERTS, "tie_word_embeddings": True},
+    "glm4_moe_lite": {**_EXPERTS, **_LATENT},
+    "minicpm3": _LATENT,
+    "granitemoeshared": {"shared_intermediate_size": 96},
+}
+BY_FAMILY = {config["model_type"]: config for config in FAMILIES.values()}
+
+
+def tiny_config(family):
+    """The configuration of a tiny model of a causal-LM family."""
+    config = BY_FAMILY.get(family) or {**LLAMA, "vocab_size": 132, "model_type": family}
+    return {
+        **config,
+        **OWN_SIZES.get(family, {}),
+        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]],
+    }
 
 
 def facts_of(config):

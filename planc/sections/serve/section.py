@@ -19,6 +19,7 @@ from planc.syntax import ast
 _ENGINES = {"vllm": False, "sglang": True, "transformers": False}
 """The engines, and whether a padded vocabulary grows until the ranks divide it."""
 _DTYPES = {SHORT[name]: name for name in ("bfloat16", "float16", "float32")}
+_NAMED = {"replicate": ("dtype",)}
 _PATH = re.compile(r"[\w.]*(\{[\w.,]*\}[\w.]*)*")
 
 
@@ -110,18 +111,21 @@ def _rules(section: ast.Section, program: Program) -> Iterator[ServeRule]:
             unknown(call, LAYERS, "layer of an engine", program.scope)
             continue
         ends = [end for one in item.target.parts or (item.target,) for end in _ends(one, program)]
-        arguments = Arguments(call, program.scope, ("transposed",) if call.name in STACKS else ())
-        transposed = call.name in STACKS and arguments.truth("transposed", default=False)
-        named = arguments.positional
-        arguments.done(positional=len(named))
-        parts = [a.value.path for a in named if isinstance(a.value, ast.Name)]
-        if not arguments.ok or not _takes(call, len(named), len(parts), program):
+        named = ("transposed",) if call.name in STACKS else _NAMED.get(call.name, ())
+        arguments = Arguments(call, program.scope, named)
+        transposed = "transposed" in named and arguments.truth("transposed", default=False)
+        dtype = arguments.word("dtype", _DTYPES, None) if "dtype" in named else None
+        given = arguments.positional
+        arguments.done(positional=len(given))
+        parts = [a.value.path for a in given if isinstance(a.value, ast.Name)]
+        if not arguments.ok or not _takes(call, len(given), len(parts), program):
             continue
         yield ServeRule(
             ends=tuple(ends),
             kind=call.name,
             parts=tuple(parts),
             transposed=transposed,
+            dtype=dtype,
             optional=item.optional,
             override=item.override,
             origin=item.origin,

@@ -3,7 +3,7 @@
 `python engine_classes.py FOLDER > engine_classes.json` runs none of these files. The folder has the
 Python files of the wheels of vLLM and SGLang: `FOLDER/vllm`, `FOLDER/sglang`. The result has the
 engines' versions, and the file and line of each layer. `test_pages.py` compares it with the shipped
-pages, `plans/serve/*.plan`.
+pages, `plans/serve/*.plan`. The families are those of the models that ship, and of the pages.
 """
 
 import ast
@@ -13,7 +13,10 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 from planc.diagnostics.diagnostic import Sink
+from planc.files.resources import PLANS
 from planc.model.config import shipped_models
 from planc.model.load import load
 
@@ -33,6 +36,7 @@ KINDS = {
 }
 VERSION = re.compile(r"__version__ = .*'([\d.]+)'")
 RENAMES = ("orig_to_new_prefix", "orig_to_new_substr", "orig_to_new_suffix")
+DEFINED = ast.FunctionDef | ast.AsyncFunctionDef
 TABLES = ("orig_to_new_stacked", "packed_modules_mapping", "stacked_params_mapping")
 
 
@@ -55,24 +59,38 @@ def pairs(node):
     return (node.keys, node.values) if isinstance(node, ast.Dict) else ((), ())
 
 
-def trees(path, seen):
-    """The files, with their trees, of a family: the engine's, and those that it imports from."""
-    seen.add(path)
+def definitions(path, seen, wanted=None):
+    """The files of a family, each with the classes and functions that it takes from it.
+
+    Args:
+        path: a file of the engine.
+        seen: (file, name) of what was asked for and given already, which is added to.
+        wanted: names of the file that another one imports; None for all of it.
+    """
     tree = ast.parse(path.read_text())
-    yield path, tree
+    known = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef | DEFINED)}
+    names = [*known] if wanted is None or not known.keys() & {*wanted} else [*wanted]
+    used, nodes = set(), [] if wanted else [n for n in tree.body if n not in known.values()]
+    while names:
+        name = names.pop()
+        if name in known and (path, name) not in seen:
+            seen.add((path, name))
+            nodes.append(known[name])
+            used |= {n.id for n in ast.walk(known[name]) if isinstance(n, ast.Name)}
+            names += used & known.keys()
+    yield path, nodes
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names, module = (
-                [alias.name for alias in node.names],
-                node.module.partition("models.")[2],
-            )
-            module = module or ("" if node.module.endswith("models") else node.module)
-            modules = [module] if module and any(name[0].isupper() for name in names) else []
-            modules += [] if module else names
-            for one in modules:
-                other = root_of(path) / f"{one.replace('.', '/')}.py"
-                if other.exists() and other not in seen and other.stem != "utils":
-                    yield from trees(other, seen)
+        if not isinstance(node, ast.ImportFrom) or not node.module:
+            continue
+        taken = {a.name for a in node.names if not used or (a.asname or a.name) in used}
+        module = node.module.partition("models.")[2]
+        module = module or ("" if node.module.endswith("models") else node.module)
+        for name, inside in [(module, taken)] if module else [(name, {""}) for name in taken]:
+            other = root_of(path) / f"{name.replace('.', '/')}.py"
+            new = {("import", other, inner) for inner in inside} - seen
+            if new and other.exists() and other.stem != "utils":
+                seen |= new
+                yield from definitions(other, seen, None if inside == {""} else inside)
 
 
 def root_of(path):
@@ -81,17 +99,22 @@ def root_of(path):
 
 
 def layers(path):
-    """What a family's files say: the kind and the place of a layer by its attribute, the parts by
-    the attribute of a fused layer, and renamed parts of names.
+    """What a family's files say: the kind and the place of a layer by its attribute, its dtype if
+    that is its own, the parts by the attribute of a fused layer, and renamed parts of names.
     """
-    kinds, fused, renames = {}, {}, {}
-    for file, tree in trees(path, set()):
-        for node in ast.walk(tree):
+    kinds, dtypes, fused, renames = {}, {}, {}, {}
+    for file, nodes in definitions(path, set()):
+        for node in (inner for outer in nodes for inner in ast.walk(outer)):
             match node:
-                case ast.Assign(targets=[ast.Attribute(attr=name)], value=ast.Call(func=cls)):
+                case ast.Assign(
+                    targets=[ast.Attribute(attr=name)], value=ast.Call(func=cls) as call
+                ):
                     kind = KINDS.get(ast.unparse(cls).rpartition(".")[2])
-                    if kind is not None:
-                        kinds.setdefault(name, [kind, f"{file.name}:{node.lineno}"])
+                    if kind is not None and name not in kinds:
+                        kinds[name] = [kind, f"{file.name}:{node.lineno}"]
+                        dtypes |= dtype_of(name, call, "params_dtype")
+                    elif ast.unparse(cls) == "nn.Parameter" and name != "weight":
+                        dtypes |= dtype_of(name, call.args[0], "dtype")
                 case ast.keyword(arg=name, value=value) if name in TABLES:
                     add_parts(fused, value)
                 case ast.keyword(arg=name, value=value) if name in RENAMES and file == path:
@@ -102,7 +125,15 @@ def layers(path):
                 ) if name in TABLES:
                     add_parts(fused, value)
     fused = {name: [*parts] for name, parts in fused.items()}
-    return {"file": path.name, "layers": kinds, "fused": fused, "renames": renames}
+    found = {"layers": kinds, "dtypes": dtypes, "fused": fused, "renames": renames}
+    return {"file": path.name, **found}
+
+
+def dtype_of(name, call, argument):
+    """By the attribute, float32 if an argument of its call states that; else nothing."""
+    words = call.keywords if isinstance(call, ast.Call) else ()
+    values = [ast.unparse(word.value) for word in words if word.arg == argument]
+    return {name: "float32"} if values == ["torch.float32"] else {}
 
 
 def add_parts(fused, value):
@@ -123,14 +154,28 @@ def version(root, engine):
     return VERSION.search((root / engine / "_version.py").read_text())[1]
 
 
+def families_of(engine):
+    """The families that a page names."""
+    text = (PLANS / "serve" / f"{engine}.plan").read_text()
+    return re.findall(r'"(\w+)"', text.partition("require")[2].partition("]")[0])
+
+
+def architectures():
+    """The family and the architecture of each shipped model, and of each family of a page."""
+    for model in shipped_models():
+        if facts := load(model, Sink()):
+            yield facts.family, facts.name
+    for family in (family for engine in FOLDERS for family in families_of(engine)):
+        yield family, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
+
+
 if __name__ == "__main__":
     root, found = Path(sys.argv[1]), {engine: {} for engine in FOLDERS}
-    for model in shipped_models():
-        facts = load(model, Sink())
+    for family, architecture in architectures():
         for engine, families in found.items():
-            path = module_file(root, engine, facts.name) if facts else None
-            if path and facts.family not in families:
-                families[facts.family] = layers(path)
+            path = module_file(root, engine, architecture)
+            if path and family not in families:
+                families[family] = layers(path)
     for engine, families in found.items():
         rows = (f"  {json.dumps(n)}: {json.dumps(families[n], sort_keys=True)}" for n in families)
         head = f' "{engine}": {{\n  "version": "{version(root, engine)}",\n'

@@ -5,10 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+from engine_classes import families_of
+from tiny_engines import facts_of, tiny_config
 
 from planc.compiler import compile_plan
 from planc.diagnostics.diagnostic import Sink
-from planc.files.resources import PLANS
 from planc.ir.engine_layout import EngineLayout
 from planc.ir.serving import STACKS, serving_of
 from planc.model.config import shipped_models
@@ -26,17 +27,17 @@ commandr.py for norms of single heads, and gpt_oss.py's own for attention sinks.
 """
 
 
-def families(engine):
-    """The families that a page names."""
-    text = (PLANS / "serve" / f"{engine}.plan").read_text()
-    return re.findall(r'"(\w+)"', text.partition("require")[2].partition("]")[0])
-
-
 def models_of(engine):
-    facts = {model: load(model, Sink()) for model in shipped_models()}
-    known = families(engine)
-    causal = {m: f for m, f in facts.items() if f and f.name.endswith("ForCausalLM")}
-    return [model for model, one in causal.items() if one.family in known]
+    """The facts of all shipped models of a page's families, and of tiny ones of the others."""
+    shipped = [load(model, Sink()) for model in shipped_models()]
+    known = families_of(engine)
+    models = [
+        facts
+        for facts in shipped
+        if facts and facts.name.endswith("ForCausalLM") and facts.family in known
+    ]
+    others = {*known} - {facts.family for facts in models}
+    return [*models, *(facts_of(tiny_config(family)) for family in sorted(others))]
 
 
 @pytest.mark.parametrize("engine", READ)
@@ -45,15 +46,15 @@ def test_rules_are_those_of_the_engine(engine):
     replicated there, and no large weight is forgotten.
     """
     seen = set()
-    for model in models_of(engine):
-        sink = Sink()
+    for facts in models_of(engine):
+        model, sink = facts.family, Sink()
         sets = ["tp=2", "dtype=bf16"]
-        done = compile_plan(model, f"serve/{engine}.plan", sink, settings=sets)
+        done = compile_plan(facts, f"serve/{engine}.plan", sink, settings=sets)
         assert not sink.has_errors, (model, [*sink])
-        seen.add(done.facts.family)
-        layout = EngineLayout(serving_of(done.plan), done.facts, sink)
+        seen.add(model)
+        layout = EngineLayout(serving_of(done.plan), facts, sink)
         assert READ[engine]["version"].startswith(layout.serving.version)
-        read, stacks = READ[engine][done.facts.family], set()
+        read, stacks = READ[engine][model], set()
         kinds = {attribute: kind for attribute, (kind, _) in read["layers"].items()}
         for tensor in layout.hub.values():
             found = [
@@ -62,6 +63,8 @@ def test_rules_are_those_of_the_engine(engine):
             name = layout.serving.engine_name(tensor.name)
             if not found:
                 kind = kinds.get(name.split(".")[-2], "")
+                own = read["dtypes"].keys() & {*name.split(".")[-2:]}
+                assert not own or tensor.dtype == "float32", (model, tensor.name)
                 assert kind in ("", "whole"), (model, tensor.name)
                 assert len(tensor.shape) < 2 or kind or WHOLE.search(name), (model, tensor.name)
                 continue
@@ -70,6 +73,9 @@ def test_rules_are_those_of_the_engine(engine):
             attribute = layout.serving.engine_name(end).rpartition(".")[2]
             if expert is not None or rule.kind in STACKS:
                 stacks.add(rule.kind)
+            elif rule.kind == "replicate":
+                assert rule.dtype == read["dtypes"][attribute], (model, tensor.name)
+                assert kinds.get(attribute, "whole") == "whole"
             elif attribute in PARAMETERS:
                 assert attribute not in kinds and rule.kind == "column"
             elif rule.kind != "whole":
@@ -77,7 +83,7 @@ def test_rules_are_those_of_the_engine(engine):
             if rule.kind in ("qkv", "merged") and rule.parts:
                 assert read["fused"][attribute] == [*rule.parts], (model, attribute)
         assert not stacks or engine == "sglang" or kinds["experts"] == "experts"
-    assert seen == {*families(engine)}
+    assert seen == {*families_of(engine)}
 
 
 STYLES = {"colwise": "column", "rowwise": "row", "replicated": None}
@@ -86,8 +92,8 @@ STYLES = {"colwise": "column", "rowwise": "row", "replicated": None}
 def test_rules_are_those_of_transformers():
     """Each rule is the style of `base_model_tp_plan`, and weights without a style have no rule."""
     seen = set()
-    for model in models_of("transformers"):
-        facts = load(model, Sink())
+    for facts in models_of("transformers"):
+        model = facts.family
         if facts.config.get("tie_word_embeddings"):
             continue
         done = compile_plan(facts, "serve/transformers.plan", sink := Sink(), settings=["tp=2"])

@@ -18,14 +18,12 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
 import torch
-from families import FAMILIES
-from tiny_engines import LLAMA, facts_of, files_of, fill
+from engine_classes import families_of
+from tiny_engines import LLAMA, facts_of, files_of, fill, tiny_config
 from torch import nn
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from planc.compiler import compile, read
 from planc.diagnostics.diagnostic import Sink
-from planc.files.resources import PLANS
 from planc.ir.engine_layout import EngineLayout
 from planc.ir.serving import serving_of
 from planc.model.config import integer_of
@@ -120,7 +118,9 @@ def make_layers(known, layout, names, files, linear, vocab):
     for name in names:
         path = name.rpartition(".")[0]
         owner, last = path.rpartition(".")[0], layout.serving.engine_name(path).rpartition(".")[2]
-        attribute, number = (last, None) if last in kinds else fused.get(last, (last, None))
+        attribute, number = fused.get(last, (last, None))
+        if any(f"{owner}.{part}.weight" not in names for part in known["fused"].get(attribute, ())):
+            attribute, number = last, None  # a layer with the name of a part
         kind = kinds.get(attribute)
         if kind in KINDS:
             places[name] = (f"{owner}.{attribute}".removeprefix("."), kind, number)
@@ -183,15 +183,11 @@ EXPERT = re.compile(r"\.experts\.|_linear\.weight$")
 def layouts():
     """(family, layout, files) of each family of the page, at several sizes."""
     engine = json.loads((Path(__file__).parent / "engine_classes.json").read_text())["vllm"]
-    text = (PLANS / "serve" / "vllm.plan").read_text()
-    page = re.findall(r'"(\w+)"', text.partition("require")[2].partition("]")[0])
-    by_family = {config["model_type"]: config for config in FAMILIES.values()}
     cases = [(LLAMA, tp, {"num_key_value_heads": kv}) for kv, tp in ((2, 4), (1, 8), (8, 8))]
-    cases += [(by_family.get(one) or {**LLAMA, "model_type": one}, 2, {}) for one in page]
+    cases += [(tiny_config(family), 2, {}) for family in families_of("vllm")]
     for config, tp, more in cases:
         family = config["model_type"]
-        model = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
-        facts, sink = facts_of({**config, **more, "architectures": [model]}), Sink()
+        facts, sink = facts_of({**config, **more}), Sink()
         done = compile(read("serve/vllm.plan", sink), facts, sink, settings=[f"tp={tp}"])
         assert not sink.has_errors, (family, [*sink])
         yield family, engine[family], EngineLayout(serving_of(done.plan), facts, sink)

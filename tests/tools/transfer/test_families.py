@@ -6,11 +6,9 @@ import re
 
 import pytest
 import torch
-from families import FAMILIES
 from test_held import on_meta
 from test_table import expected, run
-from tiny_engines import LLAMA, facts_of, files_of
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from tiny_engines import facts_of, files_of, tiny_config
 
 from planc.compiler import compile, compile_plan, read
 from planc.diagnostics.diagnostic import Sink
@@ -23,12 +21,12 @@ from planc.ops.document import digest
 from planc.runtime.executor import apply_lowered
 from planc.runtime.transfer import _local_faults
 from planc.simulate.thread_ranks import run_alone
+from planc.syntax import plan_files
 from planc.tools.transfer.document import traffic_of
 from planc.tools.transfer.held import training_side
 from planc.tools.transfer.table import table_of
 
 pytestmark = pytest.mark.slow
-BY_FAMILY = {config["model_type"]: config for config in FAMILIES.values()}
 
 
 def families(engine):
@@ -36,21 +34,18 @@ def families(engine):
     return re.findall(r'"(\w+)"', text.partition("require")[2].partition("]")[0])
 
 
+PLANNED = {family for path in PLANS.glob("*.plan") for family in plan_files.families(path)}
 SERVED = {
     family: None for engine in ("vllm", "sglang", "transformers") for family in families(engine)
 }
 
 
-def config_of(family):
-    config = BY_FAMILY.get(family) or {**LLAMA, "vocab_size": 132, "model_type": family}
-    return {**config, "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]}
-
-
 @pytest.mark.parametrize("family", SERVED)
 def test_the_slices_of_all_ranks(family):
-    config, sink = config_of(family), Sink()
+    config, sink = tiny_config(family), Sink()
     facts, sets = facts_of(config), ["tp=2", "recompute=false", "param_dtype=fp32"]
-    done = compile_plan(facts, None, sink, world_size=4, settings=sets)
+    plan = None if family in PLANNED else str(PLANS / "decoder.plan")
+    done = compile_plan(facts, plan, sink, world_size=4, settings=sets)
     assert not sink.has_errors, [*sink]
     side, faults = training_side(done.plan, facts), {}
     for rank in range(4):
