@@ -1,10 +1,10 @@
 """Sphinx's settings for `make docs`: the pages of this folder as a site with a search."""
 
 project = "planc"
-extensions = ["myst_parser"]
+extensions = ["myst_nb"]
+nb_execution_mode = "off"  # the tests run the notebooks
 html_theme = "furo"
 html_title = "planc"
-source_suffix = {".md": "markdown"}
 exclude_patterns = ["demo/train.py"]
 myst_heading_anchors = 4
 # the pages link to files of the repository beside them, which are no part of the site

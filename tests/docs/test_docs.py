@@ -97,7 +97,8 @@ def test_the_site_has_every_page():
     for folder in ("how-to", "language", "diagnostics"):
         inner = (DOCS / folder / "README.md").read_text().partition("```{toctree}")[2]
         listed += [f"{folder}/{name}" for name in re.findall(r"^[\w*-]+$", inner, re.M)]
-    pages = {p.relative_to(DOCS).with_suffix("") for p in DOCS.rglob("*.md")}
+    files = (*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb"))
+    pages = {path.relative_to(DOCS).with_suffix("") for path in files}
     left = {str(page) for page in pages if not any(page.match(name) for name in listed)}
     assert left == {"index"}
 
