@@ -48,14 +48,14 @@ def known_certificate(compiled: Compiled, sink: Sink) -> Certificate | None:
     if not certificate.keepable(compiled.facts, compiled.lowered):
         return None
     identity = certificate.identity(compiled.facts)
-    found = certificate.stored_certificate(compiled.digest, identity, compiled.lowered.packages)
-    if found and found["verdict"] == "refuted":
-        places = (found.get("first") or {}).get("places", ())
+    known = certificate.stored_certificate(compiled.digest, identity, compiled.lowered.packages)
+    if known and known["verdict"] == "refuted":
+        places = (known.get("first") or {}).get("places", ())
         help = "`planc verify` found this; run it again"
         sink.error(
-            "PL520", found["reason"], facts=[f"decided at {place}" for place in places], help=help
+            "PL520", known["reason"], facts=[f"decided at {place}" for place in places], help=help
         )
-    return found
+    return known
 
 
 def summary(

@@ -34,13 +34,13 @@ def record(compiled: Compiled, verdict: Verdict, sink: Sink) -> KnownVerdict:
     facts, lowered = compiled.facts, compiled.lowered
     level, text = _judge(verdict, sink)
     even = bool(verdict.outcome.of_kind("lengths"))
-    found = KnownVerdict(level=level, text=text, even=even)
+    proved = KnownVerdict(level=level, text=text, even=even)
     if facts and lowered and keepable(facts, lowered):
         known = verdict_store.recall(lowered, facts).level if facts.own_code else "unproved"
         if level != "undecided" or known == "unproved":
             text = plan_files.digest(compiled.files)
-            verdict_store.remember(lowered, facts, found, plan=text)
-    return found
+            verdict_store.remember(lowered, facts, proved, plan=text)
+    return proved
 
 
 def _judge(verdict: Verdict, sink: Sink) -> tuple[Level, str]:
@@ -172,14 +172,14 @@ def answer_of_copy(answer: Callable[[], object]) -> Any:
 
     if not hasattr(os, "fork"):
         raise NoAnswerError("this system cannot copy a process that runs the script's own code")
-    with tempfile.TemporaryFile() as found, warnings.catch_warnings():
+    with tempfile.TemporaryFile() as answer_file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python's, that threads are not copied: none is used
         process = os.fork()
         if process == 0:
-            _answer_and_end(answer, found.fileno())
+            _answer_and_end(answer, answer_file.fileno())
         code = _exit_status(process, time.monotonic() + WAIT)
-        found.seek(0)
-        said = found.read()
+        answer_file.seek(0)
+        said = answer_file.read()
     try:
         kind, value = json.loads(said.splitlines()[-1])
     except (IndexError, ValueError):
@@ -202,10 +202,10 @@ def _answer_and_end(answer: Callable[[], object], file: int) -> NoReturn:
         _limit_processor_time(SECONDS)
         torch.set_num_threads(1)  # those of the original are not copied
         distributed.GroupMember.WORLD = None  # its process group is the original's
-        found = ["answer", answer()]
+        reply = ["answer", answer()]
     except BaseException as error:
-        found = ["error", f"{type(error).__name__}: {error}"]
-    os.write(file, f"\n{json.dumps(found)}\n".encode())
+        reply = ["error", f"{type(error).__name__}: {error}"]
+    os.write(file, f"\n{json.dumps(reply)}\n".encode())
     os._exit(0)
 
 

@@ -55,18 +55,18 @@ def layer_verdicts(facts: Facts, small: Compiled, outcome: Outcome) -> tuple[Lay
     groups = {key: group.modules for key, group in _groups(small.facts, facts)}
     seen = {key: list(modules.names()) for key, modules in groups.items()}
     ran = {name for name, _ in outcome.modules}
-    found: list[LayerVerdict] = []
+    verdicts: list[LayerVerdict] = []
     for key, group in _groups(facts, facts):
         names = seen.get(key, [])
         if names and not any(_is_in(r, name) for r in ran for name in names):
-            found.append(_not_run(group, groups[key], small.plan, outcome.missing_inputs))
+            verdicts.append(_not_run(group, groups[key], small.plan, outcome.missing_inputs))
         else:
-            found.append(_judge(str(group.modules), group.label, names, outcome))
+            verdicts.append(_judge(str(group.modules), group.label, names, outcome))
     blocks = [name for names in seen.values() for name in names]
     rest = [n for n, _ in outcome.modules if not any(_is_in(n, b) or _is_in(b, n) for b in blocks)]
     if rest:
-        found.append(_judge("root", "", rest, outcome))
-    return (*found, *_not_used(small, blocks, ran, outcome.missing_inputs))
+        verdicts.append(_judge("root", "", rest, outcome))
+    return (*verdicts, *_not_used(small, blocks, ran, outcome.missing_inputs))
 
 
 def _not_used(
@@ -140,11 +140,16 @@ def _groups(facts: Facts, named: Facts) -> Iterator[tuple[_Key, _Group]]:
         ]
         merged: dict[_Key, tuple[Module, Indices]] = {}
         for child in at.module.children:
-            made = signature(child.module)
+            child_signature = signature(child.module)
             for index in child.indices or ():
                 values = tuple(str(column[index]) for _, column in columns if index < len(column))
-                module, others = merged.get((at.path, values, made), (child.module, Indices(0)))
-                merged[at.path, values, made] = module, others | Indices.from_numbers([index])
+                module, others = merged.get(
+                    (at.path, values, child_signature), (child.module, Indices(0))
+                )
+                merged[at.path, values, child_signature] = (
+                    module,
+                    others | Indices.from_numbers([index]),
+                )
         for key, (module, indices) in merged.items():
             both = zip(key[1], columns, strict=True)
             labels = [value for value, (_, c) in both if len(set(map(str, c))) > 1]

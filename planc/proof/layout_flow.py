@@ -108,9 +108,9 @@ class Verdict:
 
     def with_runs(self, sections: Iterable[SectionVerdict]) -> Self:
         """The verdict with those of runs apart from the first, which was right."""
-        found = tuple(sections)
-        wrong = self.wrong_apart or any(section.verdict == "refuted" for section in found)
-        return replace(self, sections=(*self.sections, *found), wrong_apart=wrong)
+        all_sections = tuple(sections)
+        wrong = self.wrong_apart or any(section.verdict == "refuted" for section in all_sections)
+        return replace(self, sections=(*self.sections, *all_sections), wrong_apart=wrong)
 
     @property
     def unknown_layers(self) -> tuple[LayerVerdict, ...]:
@@ -163,16 +163,16 @@ class Verdict:
                 return f"layout flow (no tensor parallelism{self._mean_reasons})"
             case other:
                 parts = [(w, [k for k in self.layers if k.verdict == w]) for w in _WORDS]
-                counts = ", ".join(f"{len(found)} {word}" for word, found in parts if found)
+                counts = ", ".join(f"{len(layers)} {word}" for word, layers in parts if layers)
                 where = cache.provenance() if other == "refuted" else ""
                 sections = f"; of its sections {counts}" if counts else ""
                 return f"layout flow ({other}{where}{sections})"
 
     def document(self) -> dict[str, Any]:
         """The verdict as JSON data, without the modules of the proxy model."""
-        found, made_with = self.outcome, cache.made_with()
-        measured = self.verdict in ("proved", "refuted") and bool(found.modules)
-        errors = {k: getattr(found, k) if measured else None for k in _ERRORS}
+        outcome, made_with = self.outcome, cache.made_with()
+        measured = self.verdict in ("proved", "refuted") and bool(outcome.modules)
+        errors = {k: getattr(outcome, k) if measured else None for k in _ERRORS}
         return {
             "verdict": self.verdict,
             "reason": self.reason or None,
@@ -274,8 +274,8 @@ def _judge_all(
     first: tuple[Outcome, SmallCase | Unrepresented] | None = None
     plan, mesh = compiled.plan, compiled.plan.mesh
     alone = [dict.fromkeys(mesh.names, 1)] if plan.loss_rules else []
-    for found in [*simulated_sizes(mesh.axes, split, passes_on(plan), pairs(plan))] or alone:
-        sizes = for_schedule_file(found, plan)
+    for mesh_sizes in [*simulated_sizes(mesh.axes, split, passes_on(plan), pairs(plan))] or alone:
+        sizes = for_schedule_file(mesh_sizes, plan)
         small = small_case(compiled, with_experts(sizes, mesh))
         if isinstance(small, Unrepresented):
             return Outcome(verdict="unknown", reason=small.reason), small
@@ -363,11 +363,11 @@ def _report(
         return False  # the cause of whatever else was found
     if outcome.verdict == "refuted":
         ties = split_apart(*real.applied) if real.applied else ()
-        found = refutation_findings(outcome, small, tuple(ties), sink)
+        findings = refutation_findings(outcome, small, tuple(ties), sink)
         changes = remedy(real, case, outcome, draft) if draft else ()
         if changes:  # what is presumed is wrong, or has the same cause: with these all is proved
             sink.overrule(PRESUMED)
-        sink.add(*blamed_first(found, changes))
+        sink.add(*blamed_first(findings, changes))
     else:
         report_unstated(outcome, small, sink)
     report_limits(outcome, plan.mesh, sink)
@@ -456,24 +456,24 @@ def _sections(
     """Yields the verdict on each section; one on an axis of one rank, real or small, is a no-op."""
     run = outcome.verdict if outcome.verdict != "nothing" else "proved"
     by = "simulation" if outcome.verdict != "nothing" else "structure"
-    made = partial(SectionVerdict, verdict=run, by=by, reason=outcome.reason)
+    section_verdict = partial(SectionVerdict, verdict=run, by=by, reason=outcome.reason)
     for axis in lowered.split_axes(AxisRole.TENSOR):
-        yield made(name=f"tensor on {axis}")
+        yield section_verdict(name=f"tensor on {axis}")
     if lowered.checkpoint_ops:
-        section = made(name="checkpoint")
+        section = section_verdict(name="checkpoint")
         if run == "refuted":
             wrong = "the plan is wrong, so this cannot be compared"
             section = replace(section, verdict="unknown", reason=wrong)
         yield section
     yield from _of_model_axes(lowered, outcome, small)
     for names in _VERDICT_NAMES.find_all(ir.sections):
-        yield from (made(name=name) for name in names(ir))
+        yield from (section_verdict(name=name) for name in names(ir))
     if ir.fsdp is not None and lowered.fsdp_units:
         kind = "fsdp" if ir.fsdp.shard else "replicate"
         axes = ir.fsdp.shard or ir.fsdp.replicate
         name = f"{kind} on {' * '.join(axes)}"
         if isinstance(small, SmallCase) and _is_simulated(small, axes):
-            yield made(name=name, data=True)
+            yield section_verdict(name=name, data=True)
         else:
             yield SectionVerdict(name=name, verdict="proved", by="structure", data=True)
     if ir.fsdp is not None and (backend := lowered.backend):

@@ -48,12 +48,12 @@ class Pack:
         of, entries = self.document["made_with"], self.document["entries"].values()
         kinds = Counter(_kind(entry["kind"]) for entry in entries)
         said = Counter(e["data"]["verdict"] for e in entries if _kind(e["kind"]) == "flow")
-        said.update(found["verdict"] for found in self.document["certificates"].values())
+        said.update(stored["verdict"] for stored in self.document["certificates"].values())
         counts = ", ".join(f"{count} {word}" for word, count in sorted(said.items()))
-        made = ", ".join(f"{name} {version}" for name, version in of.items())
+        versions = ", ".join(f"{name} {version}" for name, version in of.items())
         return (
             f"facts of {kinds['facts']} models, small ones too; runs: {counts or 'none'}\n"
-            f"made with planc {self.document['planc']}, {made}"
+            f"made with planc {self.document['planc']}, {versions}"
         )
 
 
@@ -67,9 +67,9 @@ def collect_pack() -> Pack:
         if current and _kind(about["kind"]) in KINDS:
             entries[key] = {"kind": about["kind"], "sources": about["sources"], "data": data}
     for path in sorted(cache.home().glob("verify-*.json")):
-        found = certificate.read(path)
-        if found and found["versions"].items() >= cache.versions({}).items():
-            certificates[path.stem.removeprefix("verify-")] = found
+        stored = certificate.read(path)
+        if stored and stored["versions"].items() >= cache.versions({}).items():
+            certificates[path.stem.removeprefix("verify-")] = stored
     return Pack(
         document={
             "format_version": FORMAT_VERSION,
@@ -154,8 +154,8 @@ def _problems(document: Any) -> Iterator[str]:
             yield f"{path[:120] or 'the top'}: {error.message[:120]}"
 
     yield from against("pack", document, "")
-    for key, found in document["certificates"].items():
-        yield from against("certificate", found, f"certificates/{key}")
+    for key, stored in document["certificates"].items():
+        yield from against("certificate", stored, f"certificates/{key}")
     for key, entry in document["entries"].items():
         kind = _kind(entry["kind"])
         if not _readable(kind, entry["data"]):
@@ -203,8 +203,8 @@ def install(pack: Pack) -> None:
             about = {**made_with, **keys, "kind": entry["kind"], "sources": entry["sources"]}
             text = cache.entry_text(key, about, entry["data"])
             (new / f"{key}.json").write_text(text, encoding="utf-8")
-        for key, found in pack.document["certificates"].items():
-            text = certificate.dumps(found)
+        for key, stored in pack.document["certificates"].items():
+            text = certificate.dumps(stored)
             (new / f"verify-{key}.json").write_text(text, encoding="utf-8")
         (new / cache.MADE_WITH).write_text(json.dumps(made_with), encoding="utf-8")
         shutil.rmtree(home / cache.PACK, ignore_errors=True)

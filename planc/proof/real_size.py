@@ -72,13 +72,15 @@ def _real_case(compiled: Compiled) -> SmallCase | Unrepresented:
 def _real_model(facts: Facts, plan: Plan) -> SmallModel | str:
     """A model of one layer of each kind; a user's own model, as it is."""
     if facts.lacks_config:
-        own = small_model(facts)
-        if isinstance(own, str) or not own.values:
-            return own
-    made = shallow_values(facts, variants(plan, facts))
-    if isinstance(made, str):
-        return made
-    return SmallModel(values=made.values, kept=made.kept, code=facts.code, own_code=facts.own_code)
+        small = small_model(facts)
+        if isinstance(small, str) or not small.values:
+            return small
+    values = shallow_values(facts, variants(plan, facts))
+    if isinstance(values, str):
+        return values
+    return SmallModel(
+        values=values.values, kept=values.kept, code=facts.code, own_code=facts.own_code
+    )
 
 
 def _small_outcome(compiled: Compiled) -> Outcome:

@@ -40,10 +40,10 @@ def unit_labels(name: str, plan: Plan) -> Iterator[Label]:
     """The FSDP unit of a module: the module itself, or the nearest enclosing unit."""
     known = [(m, u.origin) for u in (plan.fsdp.units if plan.fsdp else ()) for m in u.members]
     for at in (name, *holders(name)):
-        found = dict.fromkeys(origin for _, origin in _direct(at, known))
-        if found:
+        origins = dict.fromkeys(origin for _, origin in _direct(at, known))
+        if origins:
             label = "its unit" if at == name else f"the unit of {at or 'the model'}"
-            yield from (Label(span=span, text=label) for span in found)
+            yield from (Label(span=span, text=label) for span in origins)
             return
 
 
@@ -67,8 +67,8 @@ def _right_inside(name: str, known: RuleSpans) -> RuleSpans:
     ]
 
 
-def _labels(found: Iterable[tuple[Modules, Span]]) -> Iterator[Label]:
+def _labels(owned_spans: Iterable[tuple[Modules, Span]]) -> Iterator[Label]:
     """One label per line; an adapter's label has the name `lora_A` or `lora_B`, not `default`."""
-    for origin, modules in {origin: modules for modules, origin in found}.items():
+    for origin, modules in {origin: modules for modules, origin in owned_spans}.items():
         path = [s for s in modules.path if s != NAME]
         yield Label(span=origin, text=f"decides `{path[-1]}`" if path else "")

@@ -145,9 +145,9 @@ def _farness(name: str, new: TensorRule | None, right: Rules, other: At) -> tupl
     return not block or block != at, _lines(right.get(other), new), -shared(other[0], name)
 
 
-def _lines(one: TensorRule | None, two: TensorRule | None) -> float:
+def _lines(old: TensorRule | None, new: TensorRule | None) -> float:
     """The number of lines between two rules of a plan; infinite for rules of different files."""
-    spans = [rule.origin for rule in (one, two) if rule is not None]
+    spans = [rule.origin for rule in (old, new) if rule is not None]
     if len(spans) < 2 or spans[0].source.name != spans[1].source.name:
         return math.inf
     return abs(spans[0].line - spans[1].line)
@@ -156,12 +156,12 @@ def _lines(one: TensorRule | None, two: TensorRule | None) -> float:
 def _reach(plan: Plan) -> Reach:
     """The modules of the model that each tensor rule is for, those of all layers together."""
     tensor = {axis.name for axis in plan.mesh.of_role(AxisRole.TENSOR)}
-    found: dict[Key, dict[Span, Modules]] = {}
+    reaches: dict[Key, dict[Span, Modules]] = {}
     for rule in plan.tensor:
         if rule.axis in tensor:
-            own = found.setdefault((rule.modules.key, aspect(style_name(rule.style))), {})
-            own[rule.origin] = rule.modules.join(own.get(rule.origin, rule.modules))
-    return found
+            spans = reaches.setdefault((rule.modules.key, aspect(style_name(rule.style))), {})
+            spans[rule.origin] = rule.modules.join(spans.get(rule.origin, rule.modules))
+    return reaches
 
 
 def _in_the_model(change: RuleChange, rules: Rules, mine: Reach, right: Reach) -> RuleChange:
@@ -177,13 +177,13 @@ def _in_the_model(change: RuleChange, rules: Rules, mine: Reach, right: Reach) -
     layers: tuple[str, str] | None = None
     for key in keys:
         olds, news = mine.get(key, {}), right.get(key, {})
-        every = [*olds.values(), *news.values()]
-        whole = reduce(or_, (m.entries for m in every), Indices(0))
+        module_rules = [*olds.values(), *news.values()]
+        whole = reduce(or_, (m.entries for m in module_rules), Indices(0))
         here = _entries(change.old, olds, whole) & _entries(change.new, news, whole)
         if here in (Indices(0), whole):
             reach.append(".".join("*" if word == "[]" else word for word in key[0]))
             continue
-        lacking = every[0].with_entries(here)
+        lacking = module_rules[0].with_entries(here)
         reach.append(str(lacking))
         if same is not None and same.origin in olds:
             layers = block(olds[same.origin]), block(lacking)
@@ -208,6 +208,6 @@ def _entries(rule: TensorRule | None, reach: Mapping[Span, Modules], whole: Indi
     return reach[rule.origin].entries if rule.origin in reach else Indices(0)
 
 
-def shared(one: str, two: str) -> int:
+def shared(first: str, second: str) -> int:
     """The length of the common prefix of two names."""
-    return len(commonprefix([one, two]))  # noqa: RUF071
+    return len(commonprefix([first, second]))  # noqa: RUF071

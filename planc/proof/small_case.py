@@ -98,8 +98,8 @@ class SmallModel:
         if self.user_model is not None or (self.code and not self.values):
             return model
         name, library = "the proxy model", not self.own_code
-        found = load_values(self.values, name, sink, folder=self.code, cache=library)
-        return found and replace(found, config=with_noise(found.config, model.config))
+        facts = load_values(self.values, name, sink, folder=self.code, cache=library)
+        return facts and replace(facts, config=with_noise(facts.config, model.config))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,14 +130,14 @@ def small_model(
         return small or SmallModel(
             values={}, user_model=facts.user_model, inputs_and_loss=facts.inputs_and_loss
         )
-    made = _shrunk(facts, ranks, plan)
-    return made if isinstance(made, str) else replace(made, code=facts.code)
+    shrunk = _shrunk(facts, ranks, plan)
+    return shrunk if isinstance(shrunk, str) else replace(shrunk, code=facts.code)
 
 
 def _shrunk(facts: Facts, ranks: Mapping[str, int], plan: Plan | None) -> SmallModel | str:
     real = plan.split_of_heads({a.name: a.size for a in plan.mesh.axes}) if plan else None
-    made = small_values(facts, ranks, real=real, variants=variants(plan, facts) if plan else {})
-    return made if isinstance(made, str) else SmallModel(values=made.values, kept=made.kept)
+    values = small_values(facts, ranks, real=real, variants=variants(plan, facts) if plan else {})
+    return values if isinstance(values, str) else SmallModel(values=values.values, kept=values.kept)
 
 
 def _of_the_script(facts: Facts, ranks: Mapping[str, int], plan: Plan | None) -> SmallModel | None:
@@ -147,17 +147,17 @@ def _of_the_script(facts: Facts, ranks: Mapping[str, int], plan: Plan | None) ->
     said = any(given is not None for given in facts.inputs_and_loss)
     if not (facts.own_code and buildable(facts.config)) or said or facts.user_model is None:
         return None
-    made = None if hasattr(facts.user_model, "planc_inputs") else _shrunk(facts, ranks, plan)
-    if made is None or isinstance(made, str):
+    model = None if hasattr(facts.user_model, "planc_inputs") else _shrunk(facts, ranks, plan)
+    if model is None or isinstance(model, str):
         return None
     from planc.model.own_code import own_code
 
-    made = replace(made, own_code=facts.own_code)
+    model = replace(model, own_code=facts.own_code)
     try:
-        found = own_code(made.builder().build(0))
+        code = own_code(model.builder().build(0))
     except Exception:  # of the script's code, which its own model then raises too
         return None
-    return made if found.code == facts.own_code.code else None
+    return model if code.code == facts.own_code.code else None
 
 
 def small_case(
@@ -294,9 +294,9 @@ def with_plan(case: SmallCase, plan: Plan, checks: Sink | None = None) -> SmallC
     """A proxy model under a plan for its modules; `checks` as for `small_case`."""
     assert case.compiled.facts is not None
     applied = adapt_plan(plan, case.compiled.facts)
-    found = Sink() if checks is None else checks
-    check(*applied, found)
-    wrong = [d for d in found if d.severity == "error" and d.code not in REAL_SIZES]
+    findings = Sink() if checks is None else checks
+    check(*applied, findings)
+    wrong = [d for d in findings if d.severity == "error" and d.code not in REAL_SIZES]
     if checks is None and wrong:
         return _unfit(wrong)
     compiled = replace(case.compiled, plan=plan, applied=applied, lowered=lower(*applied))
@@ -319,7 +319,7 @@ def _small_numbers(compiled: Compiled, sizes: Sizes, sink: Sink) -> Plan | None:
     return None if sink.errors else plan
 
 
-def _unfit(found: Iterable[Diagnostic]) -> Unrepresented:
-    error = next(d for d in found if d.severity == "error")
+def _unfit(findings: Iterable[Diagnostic]) -> Unrepresented:
+    error = next(d for d in findings if d.severity == "error")
     reason = f"the plan does not fit the proxy model: {error.message} ({error.code})"
     return Unrepresented(reason=reason, origins=tuple(label.span for label in error.labels))

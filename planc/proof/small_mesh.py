@@ -129,12 +129,12 @@ def with_experts(sizes: dict[str, int], mesh: Mesh) -> dict[str, int]:
                 and 2 * prod(sizes.values()) <= MOST
             ):
                 sizes = {**sizes, name: 2 * RANKS}
-    found = [sizes[name] for name in experts.axes]
+    expert_sizes = [sizes[name] for name in experts.axes]
     # prefer two ranks with different experts to two with equal ones
-    alone = experts.rest.size == 1 or prod(found) < 2 * RANKS
+    alone = experts.rest.size == 1 or prod(expert_sizes) < 2 * RANKS
     alone = alone or all(sizes[name] == 1 for name in data)
-    most = prod(found) if alone else min(experts.ranks.size, max(1, prod(found) // 2))
-    ranks = max(n for n in legal_sizes(found) if n <= most)
+    most = prod(expert_sizes) if alone else min(experts.ranks.size, max(1, prod(expert_sizes) // 2))
+    ranks = max(n for n in legal_sizes(expert_sizes) if n <= most)
     return {**sizes, experts.ranks.name: ranks}
 
 

@@ -26,18 +26,18 @@ def explain_splits(compiled: Compiled, sink: Sink, draft: Draft) -> None:
         sink: contains its findings; PL525 is replaced if such splits are found.
         draft: makes a plan if none ships for the family.
     """
-    errors = [found for found in sink if found.severity == "error"]
-    if compiled.plan is None or [found.code for found in errors] != ["PL525"]:
+    errors = [error for error in sink if error.severity == "error"]
+    if compiled.plan is None or [error.code for error in errors] != ["PL525"]:
         return
     if changes := _changes(compiled, draft):
         sink.replace(errors[0], _explain(errors[0], changes))
 
 
-def _explain(found: Diagnostic, changes: Sequence[RuleChange]) -> Diagnostic:
+def _explain(finding: Diagnostic, changes: Sequence[RuleChange]) -> Diagnostic:
     labels = tuple(dict.fromkeys(label for change in changes for label in change.label))
     texts = dict.fromkeys(change.text for change in changes)
     help = f"{', and '.join(texts)}: then layouts follow"
-    return replace(found, labels=labels or found.labels, help=help)
+    return replace(finding, labels=labels or finding.labels, help=help)
 
 
 def _changes(compiled: Compiled, draft: Draft) -> list[RuleChange]:
@@ -93,8 +93,9 @@ def _apply_changes(
     """Yields the plan's tensor rules with some changes made."""
     places = {at for change in changes for at in change.places}
     for rule in plan.tensor:
-        at = [at for at, one in tensor_rules(replace(plan, tensor=(rule,)), axis).items() if one]
-        kept = [one for one in at if one not in places]
+        rules = tensor_rules(replace(plan, tensor=(rule,)), axis)
+        at = [key for key, styled in rules.items() if styled]
+        kept = [key for key in at if key not in places]
         if len(kept) == len(at):
             yield rule
         else:

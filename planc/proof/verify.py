@@ -185,24 +185,26 @@ def _add_proxy_model(case: _Case, *, precision: bool) -> Unrepresented | None:
 
 def _run(case: _Case, server: ForkServer, sink: Sink, timeout: float) -> Proof:
     assert case.run is not None
-    found = server.compare(
+    comparison = server.compare(
         case.config, case.run, timeout=timeout, code=case.facts.code, precision=case.precision
     )
     for name, part in case.separate.items():
-        if isinstance(found, Comparison) and found.same:
+        if isinstance(comparison, Comparison) and comparison.same:
             with fork_server() as another:
                 other = another.compare(case.config, part, timeout=timeout, code=case.facts.code)
-            found = other if isinstance(other, TrialFailure) else found.with_section(name, other)
+            comparison = (
+                other if isinstance(other, TrialFailure) else comparison.with_section(name, other)
+            )
     findings = Sink()
-    verdict, reason, places = _judge(case, found, findings)
-    chooses = isinstance(found, Comparison) and found.chooses
+    verdict, reason, places = _judge(case, comparison, findings)
+    chooses = isinstance(comparison, Comparison) and comparison.chooses
     doubt = _CHOOSES if chooses and verdict == "refuted" else _doubt(case, verdict)
     if doubt:
         verdict, reason = "unknown", doubt
         report_unknown(sink, doubt)
     else:
         sink.add(*findings)
-    compared = None if isinstance(found, TrialFailure) else found
+    compared = None if isinstance(comparison, TrialFailure) else comparison
     certificate = _certificate(case, verdict, reason, compared, places)
     kept = store.keepable(case.facts, case.lowered) and not case.precision
     if verdict != "unknown" and kept:
@@ -214,21 +216,21 @@ def _run(case: _Case, server: ForkServer, sink: Sink, timeout: float) -> Proof:
 
 
 def _judge(
-    case: _Case, found: Comparison | TrialFailure, findings: Sink
+    case: _Case, compared: Comparison | TrialFailure, findings: Sink
 ) -> tuple[str, str | None, tuple[str, ...]]:
     """The verdict on a run, its reason, and the places of the plan that a refutation names."""
-    if isinstance(found, TrialFailure):
-        return *report_failure(found, case.plan, findings), ()
-    if found.same:
+    if isinstance(compared, TrialFailure):
+        return *report_failure(compared, case.plan, findings), ()
+    if compared.same:
         if not case.precision and report_real_size(case.compiled, findings).verdict == "refuted":
             return "refuted", next(d.message for d in findings), ()
         return "verified", None, ()
-    if wrong := [name for name in case.separate if not found.within_limit(name)]:
+    if wrong := [name for name in case.separate if not compared.within_limit(name)]:
         report = _REPORT_WRONG.find(wrong[0])
         assert report is not None, f"{wrong[0]} does not report its simulation"
-        return "refuted", report(found.errors[wrong[0]], case.compiled.plan, findings), ()
+        return "refuted", report(compared.errors[wrong[0]], case.compiled.plan, findings), ()
     assert case.run is not None
-    return "refuted", *report_difference(found, case.plan, case.run, findings)
+    return "refuted", *report_difference(compared, case.plan, case.run, findings)
 
 
 def _remember(case: _Case, certificate: store.Certificate, findings: Sink) -> None:
@@ -248,8 +250,8 @@ def _remember(case: _Case, certificate: store.Certificate, findings: Sink) -> No
 
 def _doubt(case: _Case, verdict: str) -> str | None:
     """Why the proxy model's verdict may not hold for the original: only one fails a check."""
-    every, reduced = set(case.check_codes), set(case.small_check_codes)
-    real, small = every - reduced, reduced - every
+    full, reduced = set(case.check_codes), set(case.small_check_codes)
+    real, small = full - reduced, reduced - full
     if verdict == "verified" and real:
         codes = one_of(sorted(real), last="and")
         return f"planc check finds {codes} at the real sizes, and not at the small ones"
@@ -263,12 +265,12 @@ def _certificate(
     case: _Case,
     verdict: str,
     reason: str | None,
-    found: Comparison | None = None,
+    compared: Comparison | None = None,
     places: tuple[str, ...] = (),
 ) -> store.Certificate:
-    first, parts = found.first if found else None, ("what", "name", "error")
+    first, parts = compared.first if compared else None, ("what", "name", "error")
     without = [*left_out(case.lowered, precision=case.precision)]
-    if found and found.exact:
+    if compared and compared.exact:
         without.append(("float32", "the model amplifies its rounding; compared in float64"))
     files = case.compiled.files
     return {
@@ -285,9 +287,9 @@ def _certificate(
         "processes": case.processes,
         "small": None if case.run is None else _small(case, case.run),
         "seeds": list(SEEDS),
-        "limits": dict(found.limits if found else LIMITS),
-        "errors": found.errors if found else None,
-        "worst": found.worst if found else None,
+        "limits": dict(compared.limits if compared else LIMITS),
+        "errors": compared.errors if compared else None,
+        "worst": compared.worst if compared else None,
         "first": first and {**{n: first[n] for n in parts}, "places": list(places)},
         "checks": list(case.check_codes),
         "not_reached": list(not_reached(case.lowered, next(iter(case.separate.values()), case.run)))
@@ -295,8 +297,8 @@ def _certificate(
         else [],
         "left_out": [": ".join(pair) for pair in without],
         "versions": store.versions(case.facts.config),
-        "device": found.device if found else None,
-        "seconds": round(found.seconds if found else 0.0, 3),
+        "device": compared.device if compared else None,
+        "seconds": round(compared.seconds if compared else 0.0, 3),
     }
 
 

@@ -69,8 +69,8 @@ def _what(certificate: Certificate) -> str:
         (config[n] for n in ("num_hidden_layers", "n_layer", "n_layers") if n in config), None
     )
     width = next((config[n] for n in ("hidden_size", "n_embd", "d_model") if n in config), None)
-    made = f"{layers} layers of width {width} on {mesh}" if layers and width else f"on {mesh}"
-    return f"{text}\nproxy model: {made}, seeds {', '.join(map(str, certificate['seeds']))}"
+    proxy = f"{layers} layers of width {width} on {mesh}" if layers and width else f"on {mesh}"
+    return f"{text}\nproxy model: {proxy}, seeds {', '.join(map(str, certificate['seeds']))}"
 
 
 _WORDS = {
@@ -90,13 +90,13 @@ def report_unknown(
 
 
 def report_difference(
-    found: Comparison, plan: Plan, lowered: Lowered, sink: Sink
+    comparison: Comparison, plan: Plan, lowered: Lowered, sink: Sink
 ) -> tuple[str, tuple[str, ...]]:
     """Reports PL520; returns its message and the responsible lines."""
-    limits = found.limits
-    beyond = [k for k, limit in limits.items() if not found.errors[k] <= limit]
-    first = found.first
-    difference = f"{_WORDS[beyond[0]]} is off by {number(found.errors[beyond[0]])}"
+    limits = comparison.limits
+    beyond = [k for k, limit in limits.items() if not comparison.errors[k] <= limit]
+    first = comparison.first
+    difference = f"{_WORDS[beyond[0]]} is off by {number(comparison.errors[beyond[0]])}"
     name = ""
     if first is not None:
         name = first["name"] if first["what"] == "output" else first["name"].rpartition(".")[0]
@@ -105,10 +105,11 @@ def report_difference(
     message = f"the plan trains another model: {difference}"
     labels = [*rule_labels(name, plan), *unit_labels(name, plan)]
     facts = [
-        f"{kind} {number(found.errors[kind])}  (limit {number(limits[kind])})" for kind in limits
+        f"{kind} {number(comparison.errors[kind])}  (limit {number(limits[kind])})"
+        for kind in limits
     ]
-    if found.errors["gradients"] > limits["gradients"]:
-        facts.append(f"worst gradient: {found.worst['gradients']}")
+    if comparison.errors["gradients"] > limits["gradients"]:
+        facts.append(f"worst gradient: {comparison.worst['gradients']}")
     styled = lowered.split_axes(AxisRole.TENSOR)
     if styled and not any(r.modules.has(name) for r in plan.tensor):
         facts.append(f"no tensor rule covers {name or 'the model'}")

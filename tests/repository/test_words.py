@@ -32,7 +32,7 @@ PARTICIPLES = re.compile(
 NOUNS_AND_VERBS = {"need", "feed", "seed", "embed", "shared"}
 
 VAGUE_VARIABLES = {"found", "own", "one", "made", "every", "some"}
-VARIABLES_AT_MOST = 451
+VARIABLES_AT_MOST = 403
 """The variables and parameters in planc/ with a name of `VAGUE_VARIABLES`, which is no noun."""
 WORDS_AT_MOST = {
     "go around": 1,
