@@ -107,14 +107,6 @@ def _unwrap(module: nn.Module | None) -> nn.Module | None:
     return module
 
 
-def _hidden(module: nn.Module, name: str) -> Any:
-    """An attribute that a wrapper's module has, or None. If a script sets it on the wrapper, the
-    module computes without the change.
-    """
-    inside = _unwrap(module)
-    return None if inside is module else getattr(inside, name, None)
-
-
 class ModelChanges:
     """Finds the changes that a script makes to a model after its plan was applied.
 
@@ -204,11 +196,8 @@ class ModelChanges:
         now = {name: _unwrap(child) for name, child in record.module._modules.items()}
         for name in {**record.children, **now}:
             before, after = record.children.get(name), now.get(name)
-            hidden = _unwrap(_hidden(record.module, name)) if before is None else None
-            before = hidden if before is None else before
             trains = after is not None and any(p.requires_grad for p in after.parameters())
-            relied = trains or hidden is not None or _has_parameters(before)
-            if before is after or not relied:
+            if before is after or not (trains or _has_parameters(before)):
                 continue
             if before is None:
                 raise _change_error("PL425", f"`{record.path(name)}` was added, and {_NO_GRADIENT}")
@@ -231,11 +220,6 @@ class ModelChanges:
         for name in {**record.parameters, **now}:
             before, after = record.parameters.get(name), now.get(name)
             if before is not after:
-                hidden = _hidden(record.module, name) if before is None else None
-                if hidden is not None and after is not hidden:
-                    raise _change_error(
-                        "PL425", f"the parameter `{record.path(name)}` was replaced"
-                    )
                 shard = self._shard_at.get((record.module, name))
                 self._require_parameter(record.path(name), before, after, shard)
 

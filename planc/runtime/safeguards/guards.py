@@ -23,6 +23,7 @@ from planc.ops.tensor_parallel import Parallelize
 from planc.runtime.known_verdict import KnownVerdict
 from planc.runtime.preconditions import stop, warning
 from planc.runtime.safeguards import leaking_rows, torch_calls
+from planc.runtime.safeguards.block_attributes import write_to_blocks
 from planc.runtime.safeguards.changes import AFTER_GRADIENTS, ModelChanges
 from planc.runtime.safeguards.inputs import different_kinds
 from planc.runtime.script_line import script_line
@@ -187,6 +188,7 @@ def guard(applied: Applied) -> ModelChanges:
     if next(iter(applied.sequence_outputs()), None):
         model.register_forward_hook(_whole_states)
     keep_class_names(model)
+    write_to_blocks(applied.modules[n] for op in lowered.checkpoint_ops for n in op.modules.names())
     average_whole(model, lowered.experts.ranks.name if lowered.experts else "")
     _guard_lookups(applied.modules, lowered)
     _guard_saving(model)
