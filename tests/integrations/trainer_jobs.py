@@ -139,9 +139,7 @@ def trained(batch, kind="causal", plan=None, overrides=(), evaluates=False, save
         from planc.integrations.trainer import PlancTrainer
 
         make, words = PlancTrainer, {"plan": plan, "overrides": [*FP32, *overrides]}
-        rank, size = str(distributed.get_rank()), str(distributed.get_world_size())
-        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # the pool's group is there
+        join_processes()
     if evaluates:
         words |= {"eval_dataset": rows(kind)[:8], "compute_metrics": measured}
         fields = {"eval_strategy": "steps", "eval_steps": 2, **fields}
@@ -164,6 +162,19 @@ def trained(batch, kind="causal", plan=None, overrides=(), evaluates=False, save
         if plan:
             state = trainer.planc_run.full_state_dict(every_rank=True)
         return trainer.state.log_history, {n: v.clone() for n, v in state.items()}
+
+
+def join_processes():
+    """Gives this process the environment of a launcher; the pool's process group is there."""
+    rank, size = str(distributed.get_rank()), str(distributed.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+
+
+def leave_processes():
+    """Hides the processes of a pool from a run of this process alone."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
 
 
 def forget_processes():

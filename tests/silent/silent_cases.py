@@ -31,6 +31,10 @@ CHECKPOINT = "a checkpoint comes back in another layout"
 CHANGED = "a script changes the model after the plan is applied"
 AROUND = "gradients and values go around the plan"
 SWALLOWED = "an error of one process is none of several"
+LOUD = "an error of one rank, or of torch, does not say what to do"
+REFUSED = "a right script was refused"
+RIGHT_TRUTH = (IGNORED, REFUSED)
+"""The kinds whose cases train the right model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +51,8 @@ class Case:
         right, wrong: the texts of plan files by name.
         settings: `name=value`, as for `--set`.
         fault: a function of `silent_faults` that breaks the runtime; the plan is right.
-        script: a class of `silent_scripts` that breaks the training script; the plan is right.
+        script: a class of `silent_scripts`, `silent_loud_scripts` or `silent_trainers` that breaks
+            the training script; the plan is right.
         twin: that of the right twin.
         before: a function of `silent_faults` that computes as planc did before the mistake was
             reported; the truth has it, and what judges the case has not.

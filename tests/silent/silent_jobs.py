@@ -4,14 +4,19 @@ import json
 import linecache
 import re
 import traceback
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import silent_faults
+import silent_loud_scripts
 import silent_scripts
+import silent_trainers
 import torch
 from numerics import data, error
 from safeguard_jobs import logged
+from silent_trainers import OfTrainer
 from torch import _meta_registrations, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
@@ -129,6 +134,8 @@ def coded(lowered):
 
 def trained_alone(model, lowered, script):
     """Logits, loss, gradients, norms and parameters of a single process."""
+    if isinstance(script, OfTrainer):
+        return trained_by_trainer(model, script)[1]
     found = {"logits": [], "loss": 0.0, "gradients": {}, "norms": []}
     optimizer = stepper(model, lowered)
     script.change(model)
@@ -223,6 +230,24 @@ def trained(run, script, optimizer):
     return found
 
 
+def trained_by_trainer(model, script, **plan):
+    """(the Trainer of a script, what it trained): in one process, or on this rank of a plan."""
+    passes = [text(model.config.vocab_size, seed, False) for seed in (0, 2)]
+    passes[0]["labels"][: len(passes[0]["labels"]) // 2, :-1] = IGNORED
+    rows = [
+        {name: tensor[row] for name, tensor in batch.items()}
+        for batch in passes
+        for row in range(len(batch["labels"]))
+    ]
+    trainer, gradients = script.train(model, rows, full_gradients, **plan)
+    loss, norms = (silent_trainers.logged(trainer, name) for name in ("loss", "grad_norm"))
+    found = {"logits": [], "loss": loss[0], "gradients": gradients, "norms": norms}
+    if plan:
+        return trainer, {**found, "parameters": script.saved(trainer.planc_run)}
+    weights = {plain_name(n): p.detach() for n, p in model.named_parameters()}
+    return trainer, {**found, "parameters": weights}
+
+
 def whole(tensor):
     tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return tensor.detach().clone()
@@ -281,13 +306,29 @@ def read(document):
 def run_of(model, lowered, loop, changes, *, seed=7):
     """(the handle of a run of a lowered plan, what it trained), whatever planc says of the plan."""
     made = exact(loop.build(model, changes), lowered)
+    before = type(made)
     loop.prepare(made)
+    if type(made) is not before:  # a plan is lowered for the class that it is applied to
+        lowered = replace(lowered, model=type(made).__name__)
     early = loop.optimizer(made)
     torch.manual_seed(seed + distributed.get_rank())
     terms = {"device_type": "cpu", "allow_code": True}  # a style of torchao's
+    if isinstance(loop, OfTrainer):
+        return run_of_trainer(made, lowered, loop, terms)
     run = apply_lowered(made, lowered, digest=digest(lowered), **terms)
     with_the_checks_of_a_gpu(made)
     return run, trained(run, loop, early or stepper(made, lowered, run))
+
+
+def run_of_trainer(model, lowered, loop, terms):
+    """The same by planc's Trainer, which applies the plan."""
+
+    def apply(model, *_plan, **_options):
+        return apply_lowered(model, lowered, digest=digest(lowered), **terms)
+
+    with mock.patch.object(planc, "apply", apply):
+        trainer, found = trained_by_trainer(model, loop, plan="llama")
+    return trainer.planc_run, found
 
 
 def with_the_checks_of_a_gpu(model):
@@ -307,8 +348,14 @@ def with_the_checks_of_a_gpu(model):
             layer.register_forward_pre_hook(check)
 
 
+def script_class(name):
+    """The class of a training loop."""
+    files = (silent_scripts, silent_loud_scripts, silent_trainers)
+    return next(getattr(file, name) for file in files if hasattr(file, name))
+
+
 def script_of(name):
-    return getattr(silent_scripts, name)()
+    return script_class(name)()
 
 
 def truth(model, document, right, fault="", script="Script", changes=None, bare=False):
@@ -359,6 +406,9 @@ def applied(model, plan, settings, loop, changes):
     """(the handle of `planc.apply`, what a script trained with it)."""
     made = loop.build(model, changes)
     loop.prepare(made)
+    if isinstance(loop, OfTrainer):
+        trainer, found = trained_by_trainer(made, loop, plan=plan, overrides=[*settings])
+        return trainer.planc_run, found
     early = loop.optimizer(made)
     run = planc.apply(made, plan, overrides=settings, device_type="cpu")
     planned = run.lowered.has(Optimize)
@@ -368,7 +418,8 @@ def applied(model, plan, settings, loop, changes):
 
 def said(model, plan, settings, fault="", script="Script", changes=None):
     """(code, line of the script, message) of what `planc.apply` or the loop raises, else of
-    warnings of the run. An error that a single process raises too has its type for a code.
+    warnings of the run. An error that a single process raises too, or that planc raises without a
+    code, has its type for a code.
     """
     loop = script_of(script)
     try:
@@ -377,7 +428,7 @@ def said(model, plan, settings, fault="", script="Script", changes=None):
     except planc.PlanError as found:
         return [(d.code, line_of(d), d.message) for d in found.diagnostics]
     except Exception as error:
-        if not loop.raises:
+        if type(error).__name__ not in (loop.raises, loop.refused):
             raise
         return [(type(error).__name__, innermost(error), str(error))]
     return list(warned(text for _, text in lines))

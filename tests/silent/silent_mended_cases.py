@@ -8,11 +8,14 @@ from silent_cases import (
     CHANGED,
     CHECKPOINT,
     CLIPPING,
+    DROPPED,
     FP32,
     LAYOUT,
     LOST,
+    LOUD,
     NORMALIZER,
     OUTPUTS,
+    REFUSED,
     SWALLOWED,
     TOO_OFTEN,
     UPDATE,
@@ -63,6 +66,30 @@ MENDED_CASES = (
             "a smoothed loss shifts labels if the name of the model's class is in a list, which "
             "FSDP changes",
             {"settings": FP32, "before": "class_names_of_fsdp"},
+        ),
+        (
+            "smoothed loss of a Trainer",
+            "SmoothedByTrainer",
+            ("huggingface/transformers#17960",),
+            "Trainer looks for the name of the model's class, which FSDP changes, in a list of "
+            "those whose labels it shifts",
+            {"before": "class_names_of_fsdp", "twin": "OfTrainer"},
+        ),
+        (
+            "labels of a rank in a Trainer",
+            "LabelsOfRank",
+            ("huggingface/transformers#34242", "huggingface/transformers#39395"),
+            "with `average_tokens_across_devices=False` each data rank divides by the number of "
+            "its own labels",
+            {"twin": "OfTrainer"},
+        ),
+        (
+            "means of passes in a Trainer",
+            "MeansOfPasses",
+            ("huggingface/transformers#37766",),
+            "the loss of a model that takes no number of labels is a mean over those of a data "
+            "rank",
+            {"before": "means_of_ranks", "twin": "OfTrainer"},
         ),
         (
             "labels of the next tokens",
@@ -228,6 +255,13 @@ MENDED_CASES = (
             {"settings": FP32, "twin": "AddedBefore"},
         ),
         (
+            "attribute of a recomputed block",
+            "Multiplier",
+            ("pytorch/pytorch#78854",),
+            "the wrapper of a recomputed block stores an attribute that the block's forward reads",
+            {"model": "granite", "before": "attributes_on_wrappers", "twin": "MultiplierBefore"},
+        ),
+        (
             "module shared later",
             "SharedModule",
             ("facebookresearch/lingua#84",),
@@ -276,6 +310,64 @@ MENDED_CASES = (
             ("pytorch/torchtitan#4297",),
             "a label that no rank has in its shard is no label of a loss in chunks",
             {**LOSS, "before": "labels_unchecked"},
+        ),
+    ),
+    *mended(
+        LOUD,
+        (
+            "rank without rows",
+            "RowsOnOneRank",
+            ("NVIDIA-NeMo/Megatron-Bridge#5527", "LBANN/lbann#97"),
+            "the last batch has rows for the first data rank alone",
+            {"twin": "LabelsOnOneRank"},
+        ),
+        (
+            "pass that raised",
+            "RaisedPass",
+            ("pytorch/torchtitan#1329",),
+            "a backward pass raises, and the script continues with the next batch",
+            {"before": "failed_passes_left"},
+        ),
+        (
+            "full weights into shards",
+            "FullWeights",
+            ("pytorch/pytorch#136336",),
+            "`load_state_dict` gets full tensors for shards",
+            {"twin": "Loaded"},
+        ),
+        (
+            "layers cut off",
+            "FewerLayers",
+            ("facebookresearch/fairseq#1403",),
+            "the script cuts off blocks of a model under stages",
+            PIPELINE,
+        ),
+        (
+            "model pickled",
+            "Pickled",
+            ("pytorch/pytorch#67950",),
+            "the script pickles a model whose classes FSDP has changed",
+            {"before": "pickled_as_torch_does"},
+        ),
+    ),
+    *mended(
+        REFUSED,
+        (
+            "arguments passed on",
+            "PassedArguments",
+            ("huggingface/sentence-transformers#3509",),
+            "the forward of the script's class is `(self, *args, **kwargs)`",
+            {},
+        ),
+    ),
+    *mended(
+        DROPPED,
+        (
+            "tied by the script",
+            "TiedBefore",
+            ("NVIDIA-NeMo/RL#227", "NVIDIA-NeMo/RL#264"),
+            "the script ties the head to the embedding, and the configuration does not say so",
+            {"settings": FP32},
         ),
     ),
     Case(

@@ -9,12 +9,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from planc.ops.context import ContextParallel
-from planc.runtime import counted_labels, training_step
+from planc.runtime import counted_labels, gradients, training_step
 from planc.runtime.safeguards import changes, guards, torch_calls
 from planc.runtime.standalone import (
     fsdp,
     load_weights,
     loss,
+    passes,
     rotary,
     safetensors_files,
 )
@@ -24,9 +25,13 @@ from planc.sections.loss import runtime as loss_runtime
 @contextlib.contextmanager
 def without_safeguards():
     """Nothing looks at what a script does with a model."""
+    from planc.integrations import trainer
+
     nothing = (
-        *((changes.ModelChanges, "watch"), (torch_calls, "cover"), (guards, "_guard_lookups")),
-        (training_step, "observe_statistics"),
+        *((changes.ModelChanges, "watch"), (changes.ModelChanges, "require")),
+        *((torch_calls, "cover"), (guards, "_guard_lookups"), (guards, "_guard_loading")),
+        *((training_step, "observe_statistics"), (training_step, "_require_as_many")),
+        (trainer, "_require_undecided"),
     )
     with contextlib.ExitStack() as stack:
         for owner, name in nothing:
@@ -44,6 +49,32 @@ def class_names_of_fsdp():
             kind.__name__ = f"FSDP{kind.__mro__[2].__name__}"
 
     return silent_faults.after(rename)
+
+
+def means_of_ranks():
+    """planc's Trainer weighs no pass by its labels."""
+    from planc.integrations.trainer import PlancTrainerMixin
+
+    return mock.patch.object(PlancTrainerMixin, "_decide_weights", lambda _: None)
+
+
+@contextlib.contextmanager
+def failed_passes_left():
+    """Modules list unsharded parameters after a pass that raised."""
+    with (
+        mock.patch.object(gradients, "reset_failed_pass", lambda _: None),
+        mock.patch.object(passes, "reset_failed_pass", lambda _: None),
+    ):
+        yield
+
+
+def pickled_as_torch_does():
+    return silent_faults.after(lambda run: run.model.__dict__.pop("__reduce_ex__"))
+
+
+def attributes_on_wrappers():
+    """A wrapper of a recomputed block stores the attributes that a script sets on the block."""
+    return mock.patch.object(guards, "write_to_blocks", lambda _: None)
 
 
 def labels_counted():

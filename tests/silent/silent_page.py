@@ -26,18 +26,19 @@ right twin. `make silent` writes this page; [proof](../proof.md) says why a prox
   norm, and the parameters after two steps of the plan's optimizer, or of AdamW, that is off, with
   its largest relative error. fp8 and mxfp8 matmuls are emulated by torchao, fp8 in float64.
   The plan runs without the safeguards of `planc.apply`, and with the mistake where planc had it. A
-  setting that is ignored trains the right model, without what was asked for. `raises` is a run that
-  these versions of torch and transformers stop, where the reported one trained on; that of sizes in
-  fp8 is stopped by torch's own check for a GPU. `goes on` is a run that trains where a single
-  process raises.
+  setting that is ignored trains the right model, without what was asked for; so does a script that
+  planc has refused. `raises` is a run that ends in an error of torch or of one rank; a reported one
+  of a silent kind trained on. That of sizes in fp8 is stopped by torch's own check for a GPU. `goes
+  on` is a run that trains where a single process raises.
 - **found by** is the first of `planc check`, `planc verify` (for mistakes in the runtime) and the
-  run itself (`planc.apply` with the loop of [training.md](../training.md)) that finds it, with its
-  code and the line. That is one of the plan: of the rules for the module that shows the mistake
-  first, which is not always the one with the mistake, and never is where the mistake is in the
-  runtime. What the run finds is at a line of the script: of the call that brought planc the wrong
-  inputs, labels, weights or optimizer, not of the mistake that made them. An error without a code
-  is one of torch on all ranks, as in a single process. `right` is a run of `planc.apply` that
-  computes what a single process does, with its largest error, so there is nothing to find.
+  run itself (`planc.apply` with the loop of [training.md](../training.md), or `PlancTrainer`) that
+  finds it, with its code and the line. That is one of the plan: of the rules for the module that
+  shows the mistake first, which is not always the one with the mistake, and never is where the
+  mistake is in the runtime. What the run finds is at a line of the script: of the call that brought
+  planc the wrong inputs, labels, weights or optimizer, not of the mistake that made them. An error
+  without a code is one of torch on all ranks, as in a single process, or one of `PlancTrainer`.
+  `right` is a run of `planc.apply` that computes what a single process does, with its largest
+  error, so there is nothing to find.
 - **twin** is the largest error of the right twin on four processes.
 """
 

@@ -31,6 +31,8 @@ class Script:
 
     raises = ""
     """The type of the error that a single process raises, where it does."""
+    refused = ""
+    """The type of the error without a code by which planc refuses the script, where it does."""
 
     def build(self, model, changes):
         return numerics.build(model, **changes)

@@ -114,7 +114,7 @@ def test_every_case_names_a_report_and_breaks_something():
         assert case.where != "options" or case.right_changes is not None
         assert not case.fault or callable(silent_faults.fault(case.fault))
         for script in filter(None, (case.script, case.twin)):
-            assert issubclass(getattr(silent_scripts, script), silent_scripts.Script)
+            assert issubclass(silent_jobs.script_class(script), silent_scripts.Script)
 
 
 @pytest.mark.parametrize(
