@@ -16,14 +16,14 @@ from planc.model.fused_kernels import hide
 from planc.ops import phrases
 from planc.ops.lowered import Lowered
 from planc.runtime.weights.loading import Compared
-from planc.tools.launch import links, small_model
+from planc.tools.launch import links, proxy_training
 from planc.tools.launch.facts import RankFacts, device, facts
 from planc.tools.launch.judge import Needed, differing, judge_ranks
 from planc.tools.launch.links import Link
 from planc.tools.launch.peers import Peers
-from planc.tools.launch.small_model import SmallModelRun
+from planc.tools.launch.proxy_training import ProxyTraining
 
-NOT_TRIED = SmallModelRun(reason="something else is wrong")
+NOT_TRIED = ProxyTraining(reason="something else is wrong")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class Report:
     facts: Sequence[RankFacts] = ()
     seen: Sequence[Sequence[Link]] = ()
     needed: Needed = field(default_factory=Needed)
-    small: SmallModelRun = NOT_TRIED
+    small: ProxyTraining = NOT_TRIED
 
     @property
     def document(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def _together(ranks: Peers, plan: Compiled, asked: Wanted, report: Report) -> No
     if report.seen:
         report.sink.add(*links.slow(plan.lowered, report.seen, [f.host for f in report.facts]))
     if ranks.broadcast("whether all else is right", not report.sink.has_errors):
-        report.small = small_model.train(plan, ranks, allow_code=asked.allow_code)
+        report.small = proxy_training.train(plan, ranks, allow_code=asked.allow_code)
         report.sink.add(*report.small.findings)
 
 

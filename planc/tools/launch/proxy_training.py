@@ -1,5 +1,5 @@
-"""A proxy model of the family, trained on all ranks of a job as the plan spreads it, and beside
-that on each rank alone: the numbers must be the same on these nodes, with their links.
+"""A proxy model of the family, trained on all ranks of a job under the plan, and on each rank
+alone: the numbers must be the same on these nodes, with their links.
 """
 
 import logging
@@ -31,8 +31,9 @@ SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SmallModelRun:
-    """
+class ProxyTraining:
+    """The training of a proxy model on the ranks of a job.
+
     Args:
         compared: how far the numbers are from those of a single process; None where nothing ran.
         reason: why nothing ran.
@@ -57,13 +58,13 @@ class SmallModelRun:
         return f"trained as by one process, within {worst:.0e}, in {self.compared.seconds:.1f} s"
 
 
-def train(compiled: Compiled, ranks: Peers, *, allow_code: bool) -> SmallModelRun:
+def train(compiled: Compiled, ranks: Peers, *, allow_code: bool) -> ProxyTraining:
     """Trains it. Every rank calls it, with `distributed` started; the result is that of rank 0."""
     late = ranks.broadcast("whether there is time", ranks.seconds > SHARE * ranks.limit)
     why = "no time is left" if late else next(_not_run(compiled, allow_code), "")
     case = None if why else _case(compiled)
     if not isinstance(case, SmallCase):
-        return SmallModelRun(reason=why or str(case))
+        return ProxyTraining(reason=why or str(case))
     assert case.compiled.lowered is not None and case.compiled.plan is not None
     run = trial_part(case.compiled.lowered)
     job = Job(
@@ -85,30 +86,30 @@ def train(compiled: Compiled, ranks: Peers, *, allow_code: bool) -> SmallModelRu
     try:
         compare_with_reference(job, numbers)
     except SingleError as error:
-        return SmallModelRun(reason=str(error))
+        return ProxyTraining(reason=str(error))
     finally:
         logging.disable(logging.NOTSET)
     numbers_by_rank = ranks.gather("proxy model", numbers)
     return (
         _judge(numbers_by_rank, ranks.seconds - began, case, sink=Sink())
         if numbers_by_rank
-        else SmallModelRun()
+        else ProxyTraining()
     )
 
 
 def _judge(
     numbers_by_rank: list[dict[str, Any]], seconds: float, case: SmallCase, sink: Sink
-) -> SmallModelRun:
+) -> ProxyTraining:
     result = comparison(numbers_by_rank, seconds)
     if result.same:
-        return SmallModelRun(compared=result)
+        return ProxyTraining(compared=result)
     if result.chooses:
         reason = "it selects experts by rounded numbers, others for some tokens"
-        return SmallModelRun(compared=result, reason=reason)
+        return ProxyTraining(compared=result, reason=reason)
     plan, lowered = case.compiled.plan, case.compiled.lowered
     assert plan is not None and lowered is not None
     report_difference(result, plan, trial_part(lowered), sink)
-    return SmallModelRun(compared=result, findings=tuple(sink))
+    return ProxyTraining(compared=result, findings=tuple(sink))
 
 
 def _not_run(compiled: Compiled, allow_code: bool) -> Iterator[str]:
