@@ -210,7 +210,7 @@ def step_of(
     """A step of the lowered plan; None after PL702, a batch that cannot be split."""
     from planc.ir.parameter_owners import owned_modules
     from planc.lowering.backward import Backward
-    from planc.lowering.pipeline_sends import arguments_of
+    from planc.lowering.pipeline_collectives import arguments_of
     from planc.lowering.step import Step, require_divisible
 
     if compiled.lowered is None:

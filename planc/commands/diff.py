@@ -12,7 +12,7 @@ from planc.compiler import Compiled, Files
 from planc.diagnostics.diagnostic import Sink
 from planc.diffing import compare, render
 from planc.diffing.compare import Delta
-from planc.emit import sends
+from planc.emit import collectives
 from planc.lowering.lowered_file import LoweredFile
 from planc.lowering.step import Step
 
@@ -90,9 +90,11 @@ def _print(
     if form == "json":
         also: dict[str, object] = {"estimate": estimates} if estimates else {}
         if steps:
-            also["sends"] = {side: sends.document(step)["sends"] for side, step in steps.items()}
+            also["sends"] = {
+                side: collectives.document(step)["sends"] for side, step in steps.items()
+            }
         print(json.dumps(render.document(change) | also, indent=2))
         return
     terminal.show(render.render(change))
-    lines = (*render.estimates(estimates), *(sends.changes(steps) if steps else ()))
+    lines = (*render.estimates(estimates), *(collectives.changes(steps) if steps else ()))
     terminal.show("".join(f"{line}\n" for line in lines))

@@ -100,10 +100,10 @@ def _of_a_step(
     if step is None:
         return shown, plain
     if options.sends:
-        from planc.emit import sends
+        from planc.emit import collectives
 
-        shown += sends.lines(step)
-        plain |= sends.document(step)
+        shown += collectives.lines(step)
+        plain |= collectives.document(step)
     if options.order:
         from planc.answers.plan import step_order
         from planc.tools.order import show

@@ -37,7 +37,7 @@ from planc.infer.apply_adapters import adapt_plan
 from planc.infer.infer_layouts import infer_layouts
 from planc.ir.nodes import SequenceSetting
 from planc.lowering import lower
-from planc.lowering.sends import sends
+from planc.lowering.collectives import step_collectives
 from planc.lowering.step import Step
 from planc.model.load import load_values
 from planc.ops import styles as st
@@ -117,7 +117,7 @@ def sent(lowered, facts):
     step = Step(lowered=lowered, config=facts.config, batch=4, sequence=16, computes="float32")
     return sum(
         one.times * one.size * (2 if one.kind == "all-reduce" else 1)
-        for one in sends(step)
+        for one in step_collectives(step)
         if one.word == "tensor" and one.size
     )
 

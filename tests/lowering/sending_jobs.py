@@ -15,8 +15,8 @@ from planc.compiler import compile_plan
 from planc.diagnostics.diagnostic import Sink
 from planc.ir.parameter_owners import owned_modules
 from planc.lowering.backward import Backward
-from planc.lowering.pipeline_sends import arguments_of
-from planc.lowering.sends import sends
+from planc.lowering.collectives import step_collectives
+from planc.lowering.pipeline_collectives import arguments_of
 from planc.lowering.step import EXCHANGE, GATHER, REDUCE, SCATTER, SEND, Step
 from planc.model.module_table import facts_of
 from planc.model.sources.diffusers import normal
@@ -155,7 +155,7 @@ def counted(kind, plan, settings, rows, changes=None, passes=1):
         **given,
     )
     told = Counter()
-    for one in sends(step):
+    for one in step_collectives(step):
         ranks = _along(run, one.axes)
         if one.among is not None:
             count, every = one.among
@@ -183,7 +183,7 @@ def counted_images(name, plan, settings):
     values = normal(model.config, values_of(name)["_class_name"])
     step = Step(lowered=run.lowered, config=values, batch=rows, sequence=count)
     told, group = Counter(), _along(run, ("cp",))
-    for one in sends(step):
+    for one in step_collectives(step):
         if one.axes == ("cp",):
             told[one.kind, one.size] += one.times
     found = {(kind, size): n for (kind, ranks, size), n in sizes.found.items() if ranks == group}
@@ -210,7 +210,7 @@ def counted_features(name, plan, settings, axis):
     shape = {"batch": rows, "sequence": length}
     step = Step(lowered=run.lowered, config=model.config.to_dict(), **shape, computes="float32")
     told, group = Counter(), _along(run, (axis,))
-    for one in sends(step):
+    for one in step_collectives(step):
         if one.axes == (axis,) and one.word == "images":
             told[one.kind, one.size] += one.times
     found = {(kind, size): n for (kind, ranks, size), n in sizes.found.items() if ranks == group}

@@ -17,10 +17,10 @@ from planc.infer.apply_adapters import styles
 from planc.ir.experts import expert_styles, fullest
 from planc.ir.nodes import Plan, TensorRule, Unit
 from planc.ir.optimizer_dtype import assume_fp32_steps
+from planc.lowering.collectives import by_pass
 from planc.lowering.lower import lower, on_activations
 from planc.lowering.memory import Holding, Holdings
-from planc.lowering.pipeline_sends import arguments_of, messages
-from planc.lowering.sends import by_pass
+from planc.lowering.pipeline_collectives import arguments_of, messages
 from planc.lowering.step import During, Sent, Step
 from planc.model.facts import DTYPE_BYTES, Facts, Modules, Segment
 from planc.model.indices import Indices

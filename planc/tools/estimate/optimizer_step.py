@@ -9,7 +9,7 @@ from typing import Literal
 from planc.ir.nodes import OptimizerRule, Plan
 from planc.ir.optimizer_groups import is_matrix, rules_around
 from planc.lowering.memory import Holding, Holdings
-from planc.lowering.optimizer_sends import Buckets, Matrices, buckets_of
+from planc.lowering.optimizer_collectives import Buckets, Matrices, buckets_of
 from planc.lowering.step import Step
 from planc.model.facts import DTYPE_BYTES, Parameter
 from planc.ops.base import kind_of

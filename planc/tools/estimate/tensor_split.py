@@ -11,7 +11,7 @@ from typing import Protocol
 
 from planc.ir.experts import dividing
 from planc.ir.nodes import ExpertRule, Plan, TensorRule
-from planc.lowering.context_sends import attending
+from planc.lowering.context_collectives import attending
 from planc.lowering.memory import Holding
 from planc.lowering.step import EXCHANGE, During, Sent, Step
 from planc.model.config import integer_of
@@ -326,7 +326,8 @@ class PartSplit:
 
     def collectives(self, stage: int | None) -> dict[During, tuple[Collective, ...]]:
         """Collectives of each pass of a micro-batch, of all axes that divide activations, as
-        `planc.lowering.sends` has them; bytes that it does not know count as the layer's input.
+        `planc.lowering.collectives` has them; bytes that it does not know count as those of the
+        layer's input.
 
         Args:
             stage: of what is outside all layers; None for what sends nothing.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planc.lowering.sends import sends
+from planc.lowering.collectives import step_collectives
 from planc.lowering.step import REDUCE, SEND, Step
 from planc.tools.estimate.answer import Answer
 from planc.tools.estimate.step_time import Passes
@@ -56,12 +56,12 @@ def bytes_sent(step: Step) -> dict[str, float]:
     names of the axes of its process groups, joined with ` x `.
 
     In a ring each rank but one passes a part on; an all-reduce does it twice (Patarasuk and Yuan,
-    2009). Unknown sizes (`planc.lowering.sends.left_out`) are not included.
+    2009). Unknown sizes (`planc.lowering.collectives.left_out`) are not included.
     """
     lowered, most = step.lowered, dict[str, float]()
     for stage in lowered.stages:
         found: dict[str, float] = {}
-        for one in sends(replace(step, lowered=replace(lowered, stages=(stage,)))):
+        for one in step_collectives(replace(step, lowered=replace(lowered, stages=(stage,)))):
             ranks, name = one.ranks(lowered), " x ".join(one.axes)
             share = 1 if one.kind == SEND else (ranks - 1) / ranks * (1 + (one.kind == REDUCE))
             found[name] = found.get(name, 0.0) + share * one.times * (one.size or 0)

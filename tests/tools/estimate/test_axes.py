@@ -11,8 +11,8 @@ from measured_tables import hardware, stack
 
 from planc.compiler import compile_plan
 from planc.diagnostics.diagnostic import Sink
+from planc.lowering.collectives import by_pass
 from planc.lowering.schedules import in_flight, orders, simulate_schedule
-from planc.lowering.sends import by_pass
 from planc.lowering.step import EXCHANGE, SEND, During, Step
 from planc.ops.pipeline import stages_of_rank
 from planc.tools.estimate.answer import Request, answer

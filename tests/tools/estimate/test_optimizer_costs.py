@@ -10,8 +10,8 @@ from helpers import slow
 import planc
 from planc.compiler import compile_plan
 from planc.diagnostics.diagnostic import Sink
-from planc.lowering import optimizer_sends
-from planc.lowering.sends import sends
+from planc.lowering import optimizer_collectives
+from planc.lowering.collectives import step_collectives
 from planc.lowering.step import Step
 from planc.ops import optimizer as ops
 from planc.runtime.standalone import optimizer as standalone
@@ -62,9 +62,9 @@ def test_buckets_are_those_that_run(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("limit", [2**20, 2**28])
 def test_every_matrix_is_exchanged_twice(tmp_path, monkeypatch, limit):
-    monkeypatch.setattr(optimizer_sends, "BUCKET", limit)
+    monkeypatch.setattr(optimizer_collectives, "BUCKET", limit)
     done = _compiled(tmp_path, MUON, ["tp=2"])
-    [one] = [s for s in sends(Step(lowered=done.lowered)) if s.word == "optimizer"]
+    [one] = [s for s in step_collectives(Step(lowered=done.lowered)) if s.word == "optimizer"]
     # 16 layers of llama-3.2-1b: q and o, k and v, three of the MLP; 2 bytes, 16 ranks
     elements = 16 * (2 * 2048 * 2048 + 2 * 512 * 2048 + 3 * 8192 * 2048)
     buckets = -(-elements // (limit * 16))

@@ -10,7 +10,7 @@ from planc.ops.base import AxisRole
 from planc.ops.context import Attend, ContextParallel, KeysOp
 
 
-def context_sends(op: ContextParallel, step: Step) -> Iterator[Sent]:
+def context_collectives(op: ContextParallel, step: Step) -> Iterator[Sent]:
     """Yields what attention and states exchange, and what masks need to know of the tokens of all
     ranks.
     """
@@ -38,7 +38,7 @@ def context_sends(op: ContextParallel, step: Step) -> Iterator[Sent]:
     yield from again(iter(exchanges), repeats)
 
 
-def layer_sends(op: Attend, step: Step) -> Iterator[Sent]:
+def layer_collectives(op: Attend, step: Step) -> Iterator[Sent]:
     """Yields what attention exchanges in some layers."""
     repeats = _repeats(step)
     times = step.passes * len(op.modules)

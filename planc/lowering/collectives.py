@@ -12,9 +12,9 @@ from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 
-from planc.lowering.context_sends import context_sends, layer_sends
-from planc.lowering.optimizer_sends import optimizer_sends
-from planc.lowering.pipeline_sends import pipeline_sends
+from planc.lowering.context_collectives import context_collectives, layer_collectives
+from planc.lowering.optimizer_collectives import optimizer_collectives
+from planc.lowering.pipeline_collectives import pipeline_collectives
 from planc.lowering.step import (
     EXCHANGE,
     GATHER,
@@ -44,7 +44,7 @@ from planc.ops.tensor_parallel import Parallelize
 from planc.sections import Hook
 
 
-def sends(step: Step) -> tuple[Sent, ...]:
+def step_collectives(step: Step) -> tuple[Sent, ...]:
     """The collectives of every operation, in order; equal ones of an operation are one."""
     counts: dict[Sent, int] = {}
     for sent in by_pass(step):
@@ -79,17 +79,17 @@ def _collectives(op: AnyOp, step: Step) -> Iterator[Sent]:
         case FullyShard():
             yield from _fsdp(op, step)
         case ContextParallel():
-            yield from context_sends(op, step)
+            yield from context_collectives(op, step)
         case Attend():
-            yield from layer_sends(op, step)
+            yield from layer_collectives(op, step)
         case DispatchExperts():
             yield from again(_exchanges(op, step), _repeats(op, step))
         case LimitExperts():
             yield from again(_choices(op, step), _repeats(op, step))
         case Pipeline():
-            yield from pipeline_sends(op, step)
+            yield from pipeline_collectives(op, step)
         case Optimize():
-            yield from optimizer_sends(op, step)
+            yield from optimizer_collectives(op, step)
         case _ if send := _SENDS.find(op.SECTION):
             yield from send(op, step)
 

@@ -90,7 +90,7 @@ def _local(form: ArgumentForm, step: Step, ranks: int) -> int | None:
     return whole // next((ranks for s in split if s.shape[0] == features != s.local[0]), 1)
 
 
-def pipeline_sends(op: Pipeline, step: Step) -> Iterator[Sent]:
+def pipeline_collectives(op: Pipeline, step: Step) -> Iterator[Sent]:
     """Once for all stages: the ranks of a stage send to those of the next, and back. Of one place
     alone what its ranks send.
     """

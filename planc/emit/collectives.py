@@ -3,14 +3,14 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from planc.lowering.sends import left_out, sends
+from planc.lowering.collectives import left_out, step_collectives
 from planc.lowering.step import Sent, Step
 from planc.ops import phrases
 
 
 def lines(step: Step) -> Iterator[str]:
     """A line for each kind of collective of an operation."""
-    collectives = sends(step)
+    collectives = step_collectives(step)
     yield phrases.head("sends", "in a step, of a rank that runs it" if collectives else "nothing")
     yield from phrases.table(_row(sent, step) for sent in collectives)
     for name in left_out(step):
@@ -39,7 +39,7 @@ def document(step: Step) -> dict[str, Any]:
             "bytes": sent.size,
             **({"among": [*sent.among]} if sent.among else {}),
         }
-        for sent in sends(step)
+        for sent in step_collectives(step)
     ]
     return {"sends": rows, "not_counted": [*left_out(step)]}
 
@@ -60,7 +60,7 @@ def changes(sides: Mapping[str, Step]) -> Iterator[str]:
 
 def _sums(step: Step) -> dict[tuple[str, str, tuple[str, ...]], tuple[int, int | None]]:
     sums: dict[tuple[str, str, tuple[str, ...]], tuple[int, int | None]] = {}
-    for sent in sends(step):
+    for sent in step_collectives(step):
         key = (sent.word, sent.kind, sent.axes)
         times, size = sums.get(key, (0, 0))
         total = None if size is None or sent.size is None else size + sent.times * sent.size

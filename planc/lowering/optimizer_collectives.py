@@ -64,7 +64,7 @@ class Buckets:
         )
 
 
-def optimizer_sends(op: Optimize, step: Step) -> Iterator[Sent]:
+def optimizer_collectives(op: Optimize, step: Step) -> Iterator[Sent]:
     """Two all-to-alls for each bucket, told by the first operation whose matrices are in it."""
     places = [stage for stage in step.lowered.stages if op in stage.ops]
     for stage in places[:1]:
