@@ -289,6 +289,49 @@ def test_few_files_know_a_section(name):
     assert len(known) == most <= (10 if name == "train" else 8), known
 
 
+IN_STAGES = {
+    "expert": (
+        r"DispatchExperts|LimitExperts|ExpertRule|plan\.experts"
+        r"|(ops|standalone)\.expert_(parallel|capacity)",
+        21,
+    ),
+    "optimizer": (
+        r"\bOptimize\b|OptimizerRule|OptimizerClass|plan\.optimizer|optimizer_rules"
+        r"|ops\.optimizer\b|standalone\.(optimizer|kept_states)",
+        27,
+    ),
+    "adapters": (
+        r"\bAdapt\b|AdapterRule|\bAdapters\b|plan\.adapters|lowered\.adapters|apply_adapters"
+        r"|ops\.lora\b|standalone\.lora",
+        54,
+    ),
+    "context": (
+        r"ContextParallel|\bAttend\b|ContextRule|plan\.(context|attention)\b|lowered\.contexts"
+        r"|ops\.context\b|standalone\.context",
+        38,
+    ),
+    "pipeline": (
+        r"PipelineRule|plan\.pipeline|lowered\.pipeline|ops\.pipeline\b|standalone\.pipeline",
+        66,
+    ),
+    "checkpoint": (
+        r"\bCheckpoint\b|checkpoint_rules|checkpoint_ops|ops\.activation_checkpoint"
+        r"|standalone\.activation_checkpoint",
+        31,
+    ),
+}
+"""The names and words of sections that stages have, all or in part, and the most files with one.
+The number only falls, to at most 20."""
+
+
+@pytest.mark.parametrize("name", IN_STAGES)
+def test_no_more_files_know_a_section_of_the_stages(name):
+    words, most = IN_STAGES[name]
+    files = [p for p in PACKAGE.rglob("*.py") if p.parent not in (FOLDER / name, FOLDER)]
+    known = sorted(str(p.relative_to(PACKAGE)) for p in files if re.search(words, p.read_text()))
+    assert most - 3 <= len(known) <= most, known
+
+
 SHIPPED = "\n".join(path.read_text() for path in sorted((ROOT / "plans").rglob("*.plan")))
 UNUSED = [name for name in STATED if not re.search(rf"^ *{name}( on .*)? {{", SHIPPED, re.M)]
 """The sections that no shipped plan has."""
