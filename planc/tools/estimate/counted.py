@@ -54,6 +54,7 @@ class Product:
 
     Args:
         divided: whether they divide the m rows among them, as experts do.
+        joined: whether it is one kernel with the product before, whose input it has.
     """
 
     module: str
@@ -62,6 +63,7 @@ class Product:
     k: int
     count: int = 1
     divided: bool = False
+    joined: bool = False
 
     @property
     def rows(self) -> int:

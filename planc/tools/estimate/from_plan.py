@@ -485,13 +485,9 @@ class PlanWork:
             lookup=counted is not None and not part.at and not part.products,
             loss=last,
             at_once=bool(self.plan.loss_rules),
-            recompute=recompute_of(rule),
-            offloaded=rule is not None and rule.offload,
-            away=split.away(rule),
+            **_checkpointing(split, rule),
             width=_gathered_width(unit, inside),
             narrow=_narrow(inside, name),
-            replayed=split.recomputed_work(rule),
-            moved_again=split.moved_again(rule),
             origin=unit.origin if unit else None,
         )
 
@@ -501,7 +497,7 @@ class PlanWork:
             return max(split.routed_row_bytes(), split.rounding())
         return logit_copies(self.plan, counted.logits, self.width, self.stack.loss_transient)
 
-    def _elements(self, inside: list[Holding], unit: Unit | None, times: int) -> dict[str, int]:
+    def _elements(self, inside: list[Holding], unit: Unit | None, times: int) -> dict[str, Any]:
         """The elements of one of `times` equal layers in a unit, by their names in `Layer`."""
         every = {
             "parameters": sum(prod(h.local) * h.count for h in inside),
@@ -546,6 +542,18 @@ class PlanWork:
         """The rule that checkpoints a layer."""
         found = (r for r in self.plan.checkpoint_rules if r.modules.has(name))
         return next(found, None) if name else None
+
+
+def _checkpointing(split: PartSplit, rule: Checkpoint | None) -> dict[str, Any]:
+    """The recomputation of a layer under a rule, by the names of `Layer`."""
+    return {
+        "recompute": recompute_of(rule),
+        "stops_early": split.stops_early(),
+        "offloaded": rule is not None and rule.offload,
+        "away": split.away(rule),
+        "replayed": split.recomputed_work(rule),
+        "moved_again": split.moved_again(rule),
+    }
 
 
 def _of_some(group: Group, sent: Sent) -> Group:

@@ -31,6 +31,12 @@ def fuse(counted: Counted, facts: Facts, kernels: Kernels, tokens: int, width: i
     return replace(counted, parts=parts)
 
 
+def _input_of(product: Product) -> tuple[str, int, int, int, bool]:
+    """The module around a product, and the shape of its input."""
+    holder = product.module.rpartition(".")[0]
+    return holder, product.m, product.k, product.count, product.divided
+
+
 @dataclass
 class _Fused:
     """One part; the arguments are those of `fuse`."""
@@ -45,9 +51,9 @@ class _Fused:
     def part(self) -> Part:
         return replace(
             self.counted,
-            saved=tuple(Saved(module=name, size=round(n)) for name, n in self.kept_sizes() if n),
+            saved=tuple(Saved(module=name, size=round(n)) for name, n in self.kept_sizes()),
             moved=tuple(Moved(module=name, size=round(n)) for name, n in self.moved_sizes() if n),
-            products=tuple(p for p in self.counted.products if p not in self.squares),
+            products=tuple(self.products()),
             attended=(*self.counted.attended, *self.flash.values()),
         )
 
@@ -139,6 +145,21 @@ class _Fused:
             if self.of_kind(name, "linear") and holder not in self.attention and holder:
                 activations.setdefault(holder, []).extend(products)
         return {name: products for name, products in activations.items() if len(products) > 1}
+
+    def products(self) -> Iterator[Product]:
+        """Yields the products without those of flash kernels. The last product of a module is not
+        joined to others, since its input is what they compute.
+        """
+        last = {_input_of(product)[0]: product for product in self.counted.products}
+        before: tuple[str, int, int, int, bool] | None = None
+        for product in self.counted.products:
+            tensor, behind = _input_of(product), before
+            before = tensor
+            if product in self.squares:
+                continue
+            linear = self.kernels.joins_products and self.of_kind(product.module, "linear")
+            join = linear and tensor == behind and product is not last[tensor[0]]
+            yield replace(product, joined=True) if join else product
 
     def is_inside(self, name: str, holders: Iterable[str]) -> bool:
         return any(f"{name}.".startswith(f"{holder}.") for holder in holders)

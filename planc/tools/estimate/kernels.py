@@ -31,6 +31,7 @@ def matmul(product: Matmul, hardware: Hardware) -> float:
     adds a constant for filling and draining its pipeline. Grouped products are one kernel.
     """
     alike, kernels = (product.count, 1) if product.grouped else (1, product.count)
+    kernels *= not product.joined
     shape = product.m, product.n, product.k
     compute = _quantized_flops(*shape, hardware.processors, alike) / alike
     rate = hardware.rate(product.format.recipe) if product.format else 0
@@ -74,17 +75,23 @@ def casts(product: Matmul, hardware: Hardware) -> tuple[float, float]:
     if product.format is None or not hardware.rate(product.format.recipe):
         return 0.0, 0.0
     into, again, weight, weight_again, gradient = product.format.casts
-    inputs, weights = product.m * product.k, product.k * product.n
+    inputs = 0 if product.joined else product.m * product.k
+    weights = product.k * product.n
     forward = into * inputs + weight * weights
     backward = again * inputs + weight_again * weights + gradient * product.m * product.n
     return float(product.count * forward), float(product.count * backward)
 
 
 def attention(
-    part: Attention, hardware: Hardware, pace: float = 1.0, layer_kernels: Kernels = EAGER
+    part: Attention,
+    hardware: Hardware,
+    pace: float = 1.0,
+    layer_kernels: Kernels = EAGER,
+    *,
+    backward: bool = False,
 ) -> float:
-    """Seconds of one forward of attention: a flash kernel computes the causal half, with a mask the
-    whole square, as matmuls do.
+    """Seconds of a forward or backward pass of attention. A flash kernel computes the causal half,
+    with a mask the whole square, as matmuls do.
 
     A kernel for short heads spends more of its time on the softmax (measured: 64 reaches two
     thirds of 128).
@@ -98,12 +105,15 @@ def attention(
         shape = (part.queries, part.keys, part.head_dim)
         scores = Matmul(m=shape[0] * count, n=shape[1], k=shape[2])
         values = Matmul(m=shape[0] * count, n=shape[2], k=shape[1])
-        return matmul(scores, hardware) + matmul(values, hardware)
+        return (matmul(scores, hardware) + matmul(values, hardware)) * (2 if backward else 1)
     short = sqrt(min(1.0, part.head_dim / 128))
     share = layer_kernels.attention_share or hardware.attention_fraction
-    share *= part.keys / (part.keys + layer_kernels.attention_keys)
     reached = hardware.matmul_tflops * share * pace * short * 1e12
-    return part.kernel_flops / reached + hardware.kernel_us * 1e-6
+    half, times = layer_kernels.attention_keys, 1.0
+    if backward:
+        half, times = layer_kernels.attention_backward_keys, layer_kernels.attention_backward
+    seconds = part.kernel_flops / reached * (1 + half / max(1, part.keys))
+    return times * (seconds + hardware.kernel_us * 1e-6)
 
 
 def memory_seconds(size: float, kernels: float, hardware: Hardware) -> float:
@@ -139,8 +149,7 @@ def backward(layer: Layer, hardware: Hardware, stack: Stack) -> tuple[float, flo
         products += _product_seconds(m, hardware, stack, replace(m, n=m.k, k=m.n))
         products += _product_seconds(m, hardware, stack, replace(m, m=m.n, n=m.k, k=m.m))
     attended = sum(
-        attention(a, hardware, stack.attention_pace, stack.kernels)
-        * (stack.kernels.attention_backward if a.fused else 2)
+        attention(a, hardware, stack.attention_pace, stack.kernels, backward=True)
         for a in layer.attention
     )
     rest = max(0, layer.kernels - len(layer.matmuls) - len(layer.attention))

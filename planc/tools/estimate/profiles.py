@@ -114,12 +114,20 @@ class Kernels:
         loss_kept, loss_transient: bytes of a logit that stay until backward, and that exist for a
             moment besides.
         loss_moved: bytes of a logit that the forward pass moves, of which backward moves twice.
+        joins_products: whether products of one input are one kernel: those for queries, keys and
+            values, and those for a gate and what it scales.
         matmul_pace: the speed of products relative to the hardware's measured one.
         attention_share: what a flash kernel reaches of the hardware's `matmul_tflops` on long
             rows; 0 for the hardware's `attention_fraction`, whatever the length.
         attention_keys: the number of keys at which it reaches half of that.
-        attention_backward: the seconds of its backward pass relative to the forward one's.
+        attention_backward: the seconds of its backward pass relative to the forward one's, on long
+            rows.
+        attention_backward_keys: the number of keys at which the backward pass reaches half of its
+            rate.
         expert_rows: the rows of an expert at which grouped products reach half of their rate.
+        repeats_last: whether a checkpoint repeats the last product of a layer. torch's checkpoint
+            stops at the last tensor that backward needs, which is its input, unless the product is
+            part of a larger autograd function.
         layer_ms, expert_layer_ms: the least time of a layer, forward and backward, which the host
             takes to launch it: without experts, and with them.
         expert_ms: the time that the host takes besides for each expert of the rank.
@@ -135,6 +143,9 @@ class Kernels:
     layer_ms: float
     expert_layer_ms: float
     expert_ms: float = 0
+    attention_backward_keys: float = 0
+    joins_products: bool = False
+    repeats_last: bool = False
     norm_output: float = 1
     activation_output: float = 1
     norm_moved: float = 0
@@ -184,6 +195,8 @@ class Stack:
         tensor_overlap, data_overlap: the share of collectives' time that compute hides.
         data_contention: the share of the hidden time of data-parallel collectives across nodes by
             which they slow the compute that hides them.
+        overlaps_scatter: whether the last backward pass hides ZeRO-1's collectives, as those of
+            replicas, by `data_overlap`.
         stall_us: what one rank of a tensor group delays a collective by, while a pipeline
             communicates across nodes.
         memory_margin: the share of memory that allocations can fill before fragmentation ends it.
@@ -208,6 +221,7 @@ class Stack:
     stall_us: float
     memory_margin: float
     data_contention: float = 0
+    overlaps_scatter: bool = False
     kernels: Kernels = EAGER
     sources: dict[str, str] = field(default_factory=dict, compare=False)
 

@@ -197,11 +197,13 @@ class Passes:
         product.
         """
         if layer.recompute is Recompute.FULL and not layer.lookup and not layer.loss:
-            return layer
+            return replace(layer, matmuls=layer.matmuls[: -1 if layer.stops_early else None])
         if layer.recompute is Recompute.SELECTIVE and layer.replayed is not None:
             share = layer.moved_again
             matmuls, attention = layer.replayed
             few = replace(layer, moved=share * layer.moved, kernels=round(share * layer.kernels))
+            if layer.stops_early and matmuls and matmuls[-1] == layer.matmuls[-1]:
+                matmuls = matmuls[:-1]
             return replace(few, matmuls=matmuls, attention=attention)
         return None
 
@@ -356,8 +358,9 @@ def _after(passes: Passes, last: Sequence[float]) -> tuple[float, float]:
         last: seconds of each rank's last backward.
     """
     work, ranks = passes.work, passes.work.pipeline.size
-    # buckets are all-reduced during the last backward; ZeRO-1 scatters after it
-    overlap = passes.stack.data_overlap if work.sharding is Sharding.REPLICATED else 0.0
+    # buckets are all-reduced during the last backward; ZeRO-1 scatters after it, or during it too
+    hidden = Sharding.OPTIMIZER if passes.stack.overlaps_scatter else Sharding.REPLICATED
+    overlap = passes.stack.data_overlap if work.sharding in (Sharding.REPLICATED, hidden) else 0.0
     exposed, held, updates = [0.0], [0.0], [0.0]
     for rank in range(ranks):
         layers = [pair for stage in work.of_rank(rank) for pair in work.stages[stage]]

@@ -183,7 +183,8 @@ class PartSplit:
             elif count > 1:
                 count = -(-count // self.factor(p.module))
             low = self.formats.get(p.module)
-            yield Matmul(m=m, n=n, k=k, count=count, format=low, grouped=p.divided)
+            kind = {"grouped": p.divided, "joined": p.joined}
+            yield Matmul(m=m, n=n, k=k, count=count, format=low, **kind)
 
     def rounding(self) -> float:
         """Bytes of the operands of a product and of its gradient, while they are rounded."""
@@ -314,6 +315,15 @@ class PartSplit:
         if n := every.get("matmul"):
             matmuls = tuple(m for i, m in enumerate(matmuls) if i % n)
         return matmuls, () if "attention" in every else attention
+
+    def stops_early(self) -> bool:
+        """Whether torch's checkpoint ends before the last product, whose input is the last tensor
+        that backward needs.
+        """
+        products, saved = self.part.products, self.part.saved
+        if self.work.stack.kernels.repeats_last or not (products and saved):
+            return False
+        return not products[-1].divided and products[-1].module == saved[-1].module
 
     def moved_again(self, rule: Checkpoint | None) -> float:
         """`Layer.moved_again`."""

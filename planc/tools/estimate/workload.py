@@ -69,6 +69,7 @@ class Matmul:
     Args:
         format: of rounded operands; None for the dtype of activations.
         grouped: whether one kernel computes all `count`, as of experts.
+        joined: whether it is one kernel with the product before, whose input it has.
     """
 
     m: int
@@ -77,6 +78,7 @@ class Matmul:
     count: int = 1
     format: NumberFormat | None = None
     grouped: bool = False
+    joined: bool = False
 
     @property
     def flops(self) -> float:
@@ -179,6 +181,7 @@ class Layer:
         resident: the share of equal layers whose gathered parameters stay from forward on, such as
             the last one's (`reshard = except_last`) and those of replicas.
         recompute: what the forward pass keeps of it.
+        stops_early: whether a recomputation ends before its last product.
         offloaded: whether what it keeps until backward is copied to the host's memory and back.
         away: bytes that are copied there beside what it keeps.
         width: bytes of an element of its units while they are gathered, 0 for `compute`.
@@ -221,6 +224,7 @@ class Layer:
     at_once: bool = False
     resident: float = 0
     recompute: Recompute = Recompute.NONE
+    stops_early: bool = False
     offloaded: bool = False
     away: float = 0
     width: int = 0
