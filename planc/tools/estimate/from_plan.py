@@ -495,7 +495,10 @@ class PlanWork:
         """`Layer.transient`; `counted` for what computes the loss."""
         if counted is None:
             return max(split.routed_row_bytes(), split.rounding())
-        return logit_copies(self.plan, counted.logits, self.width, self.stack.loss_transient)
+        transient, width = self.stack.loss_transient, self.width
+        if not self.stack.kernels.fused and not split.keeps_wide_loss(counted.logits):
+            transient = min(transient, 2 * width)  # no copy in float32
+        return logit_copies(self.plan, counted.logits, width, transient)
 
     def _elements(self, inside: list[Holding], unit: Unit | None, times: int) -> dict[str, Any]:
         """The elements of one of `times` equal layers in a unit, by their names in `Layer`."""

@@ -136,7 +136,8 @@ class _Rank:
             )
             left = (*whole, *self.activations(usual, done=1), *self.gradients_on_their_way())
             moments.append(Moment(name="end of a micro-batch", items=left))
-            end = (*whole, *self.gradients(), *self.reduction_buffers())
+            # units are reduced one by one, each of which frees its whole gradient
+            end = (*whole, *self.reduction_buffers())
         moments.append(Moment(name="end of backward", items=end))
         moments.append(Moment(name="optimizer step", items=(*held, *self.optimizer_copies())))
         return RankMemory(rank=self.rank, moments=tuple(moments), copied=self.copied_bytes())

@@ -316,6 +316,10 @@ class PartSplit:
             matmuls = tuple(m for i, m in enumerate(matmuls) if i % n)
         return matmuls, () if "attention" in every else attention
 
+    def keeps_wide_loss(self, logits: int) -> bool:
+        """Whether the loss keeps float32 for each logit, as where it converts them before."""
+        return any(s.size >= 4 * logits for s in self.part.saved if not s.module)
+
     def stops_early(self) -> bool:
         """Whether torch's checkpoint ends before the last product, whose input is the last tensor
         that backward needs.

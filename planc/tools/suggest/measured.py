@@ -79,8 +79,23 @@ class MeasuredRanks:
         """Seconds of compute in a step, of the rank that takes longest; 0 without a device."""
         return max(sum(rank.seconds.values()) for rank in self.ranks)
 
+    @property
+    def estimate_is_off(self) -> bool:
+        """Whether the estimate of a rank differs from what it held by more than `FAR`. Images are
+        not estimated, and a device that had no more memory held less than the step needs.
+        """
+        return not self.images and any(
+            abs(self.answer.estimate.ranks[rank.rank].peak / rank.peak - 1) > FAR
+            for rank, run in zip(self.counted.ranks, self.ranks, strict=True)
+            if not run.missed
+        )
+
     def __str__(self) -> str:
         return "\n".join(text(self))
+
+
+FAR = 0.1
+"""The relative difference of an estimate and a run above which `planc measure` warns."""
 
 
 def measure(
@@ -233,6 +248,9 @@ def text(measured: MeasuredRanks) -> Iterator[str]:
         beside = "" if run.missed else f", {size / rank.peak - 1:+.1%}"
         beside += ", of text alone" * bool(measured.images)
         yield f"estimated{place}: {size / of:.2f} {unit}{beside}"
+    if measured.estimate_is_off:
+        off = f"the estimate is more than {FAR:.0%} off"
+        yield f"warning: {off}; believe the run, and report the plan"
     parts = {"layers": measured.layers, "microbatches": measured.microbatches}
     samples = [f"{' and '.join(map(str, n))} {what}" for what, n in parts.items() if len(n) > 1]
     if samples:
@@ -294,6 +312,7 @@ def plain(measured: MeasuredRanks) -> dict[str, Any]:
         "layers": measured.layers,
         "microbatches": measured.microbatches,
         "compute": [dict(rank.seconds) for rank in measured.ranks],
+        "estimate_is_off": measured.estimate_is_off,
         "out_of_memory": [rank.missed and rank.missed._asdict() for rank in measured.ranks],
         "estimated": [rank.peak for rank in measured.answer.estimate.ranks],
     }
