@@ -27,6 +27,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="what must hold of axes and options, such as 'tp <= 8'; can be repeated",
     )
     parser.add_argument(
+        "--compare",
+        metavar="SETTINGS",
+        action="append",
+        default=[],
+        help="settings of a mesh, such as 'tp=2 pp=8': what makes it slower; can be repeated",
+    )
+    parser.add_argument(
         "--device-memory",
         metavar="SIZE",
         type=shared_arguments.memory_size,
@@ -56,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
         micro_batches=options.micro_batches,
         settings=options.set,
         requires=options.require,
+        compare=options.compare,
         run=not options.no_run,
         budgets=options.budget is not None,
     )

@@ -139,6 +139,13 @@ class Space:
                 return
         yield tuple(sizes.items())
 
+    def fix_other_axes(self) -> Space:
+        """The space in which axes that the user does not set have one rank, but for data axes."""
+        sized = [a for a in self.axes if a.role in LARGEST and a.name != self.rest_axis.name]
+        names = [self.sizing.get(a.name, a.name) for a in sized]
+        names += [self.experts.ranks.name] if self.experts else []
+        return replace(self, fixed={**dict.fromkeys(names, 1), **self.fixed})
+
     def neighbors(self, sizes: Sizes) -> Iterator[list[Sizes]]:
         """The meshes with another size of one of the extended axes: for each axis those with more
         ranks and those with fewer, the nearest first.

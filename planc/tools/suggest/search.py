@@ -99,6 +99,19 @@ def search(
     )
 
 
+def search_one_mesh(candidates: Candidates) -> tuple[Candidate | None, Candidate | None]:
+    """The fastest plan of a space with one mesh, and without one the plan that needs the least
+    memory.
+    """
+    ranked: dict[Choice, Candidate] = {}
+    for sizes in candidates.space.meshes():
+        if candidates.legal(sizes):
+            ranked |= _in_full(candidates, sizes)
+    order = sorted(ranked.values(), key=lambda c: c.seconds)
+    best = next(_select_named(candidates, order), None)
+    return best, None if best else candidates.tally.nearest
+
+
 def by_slack(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Candidates by time; of those whose times cannot be told apart the ones with slack first."""
     left, order = sorted(candidates, key=lambda c: c.seconds), list[Candidate]()

@@ -34,7 +34,7 @@ from planc.tools.estimate.memory import GIB
 from planc.tools.suggest.candidates import WAYS_OUT, Candidate, Candidates, Tally
 from planc.tools.suggest.choice import Choice, Space
 from planc.tools.suggest.measured import run_first
-from planc.tools.suggest.search import Found, search
+from planc.tools.suggest.search import Found, search, search_one_mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +48,7 @@ class Asked:
         micro_batches: of a step, None to search them.
         settings: `name=value` for axes and options that stay as they are.
         requires: conditions over axes, options and `config.*`.
+        compare: settings of meshes to compare the fastest plan with, as `tp=2 pp=8`.
         run: whether a rank of the first plans is run, to count what it holds.
         budgets: whether the first plans also get a budget for what their layers keep.
     """
@@ -59,8 +60,26 @@ class Asked:
     micro_batches: int | None = None
     settings: Sequence[str] = ()
     requires: Sequence[str] = ()
+    compare: Sequence[str] = ()
     run: bool = False
     budgets: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """The fastest plan with some settings, besides those of the search.
+
+    Args:
+        settings: as in `Asked.compare`.
+        best: the fastest plan that fits; None if none does.
+        nearest: the plan that needs the least memory, if none fits and some can be estimated.
+        reason: the first reason for which there is no plan, if none can be estimated.
+    """
+
+    settings: str
+    best: Candidate | None = None
+    nearest: Candidate | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +89,7 @@ class Suggestion:
         candidates: that were searched.
         experts: whether a plan can divide experts among ranks.
         coarser: the best plan with gradients reduced in 16 bits, if its own are reduced in 32.
+        compared: the fastest plans on the meshes of `Asked.compare`.
         assumes_fp32: whether it is assumed that the optimizer steps fp32.
     """
 
@@ -81,6 +101,7 @@ class Suggestion:
     candidates: Candidates
     found: Found
     coarser: Candidate | None = None
+    compared: tuple[Compared, ...] = ()
     assumes_fp32: bool = False
     experts: bool = False
 
@@ -132,9 +153,10 @@ def suggest(
         micro_batches=asked.micro_batches,
     )
     found = search(candidates, progress, budgets=asked.budgets)
-    coarser = _coarser(candidates, found.best[0]) if found.best else None
+    compared = _compare(candidates, asked, sink)
     if not found.best:
         _nothing(found.tally, sink)
+    if not found.best or compared is None:
         return None
     return Suggestion(
         asked=asked,
@@ -144,7 +166,8 @@ def suggest(
         stack=stack,
         candidates=candidates,
         found=found,
-        coarser=coarser,
+        coarser=_coarser(candidates, found.best[0]),
+        compared=compared,
         assumes_fp32=assume_fp32_steps(space.plan, facts) is not None,
         experts=space.experts is not None,
     )
@@ -259,6 +282,38 @@ def _extend_name(plan: str, folder: str) -> str | None:
         return None
     ships = place.path.parent == PLANS
     return place.path.name if ships else os.path.relpath(place.path, folder)
+
+
+def _compare(candidates: Candidates, asked: Asked, sink: Sink) -> tuple[Compared, ...] | None:
+    """The fastest plans with the settings to compare with; None after an error."""
+    others = [_with_settings(text, candidates, asked, sink) for text in asked.compare]
+    compared = tuple(other for other in others if other)
+    return compared if len(compared) == len(others) else None
+
+
+def _with_settings(text: str, candidates: Candidates, asked: Asked, sink: Sink) -> Compared | None:
+    """Searches the mesh of some settings in full; None after an error.
+
+    Axes that the settings do not name have one rank, but for the one that takes the rest.
+    """
+    own = replace(asked, settings=[*asked.settings, *text.replace(",", " ").split()])
+    space = _space(candidates.facts, own, candidates.files, sink)
+    if space is None:
+        return None
+    here = replace(
+        candidates,
+        space=space.fix_other_axes(),
+        tally=Tally(),
+        extended=set(),
+        too_wide=[],
+        _legal={},
+        _works={},
+        _alike={},
+        _loads={},
+    )
+    best, nearest = search_one_mesh(here)
+    reason = next((f"{r}: {e.example}" for r, e in here.tally.excluded.items()), "no mesh is legal")
+    return Compared(settings=text, best=best, nearest=nearest, reason=reason)
 
 
 # Requirements ------------------------------------------------------------------------------------

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from planc.tools.estimate.answer import model_assumptions
 from planc.tools.estimate.memory import GIB
 from planc.tools.suggest.candidates import Candidate
-from planc.tools.suggest.suggest import Suggestion
+from planc.tools.suggest.suggest import Compared, Suggestion
 
 FORMAT = 1
 """Raised when a field of the document is removed or changes its meaning."""
@@ -31,6 +32,7 @@ def text(made: Suggestion) -> Iterator[str]:
     if made.coarser:
         less = 1 - made.coarser.seconds / found.best[0].seconds
         yield f"reduce_dtype = bf16 takes {less:.1%} less time, and sums gradients less exactly"
+    yield from map(partial(_comparison, found.best), made.compared)
     for condition, other in found.costs.items():
         yield f"--require {condition!r} costs {_cost(found.best[0], other)}"
     if tally.excluded:
@@ -86,6 +88,22 @@ def _reasons(best: tuple[Candidate, ...], apart: Candidate | None) -> Iterator[s
         yield f"{apart.axes}; {apart.words}: takes {_longer(first, apart)}"
 
 
+def _comparison(best: tuple[Candidate, ...], other: Compared) -> str:
+    """Describes what makes a plan with other settings slower than the first one."""
+    name, found = f"--compare {other.settings!r}", other.best
+    if found is None and other.nearest:
+        room = other.nearest.estimate.usable / GIB
+        needs = f"{other.nearest.peak:.1f} GiB of the usable {room:.1f}"
+        return f"{name} does not fit: the leanest needs {needs} ({other.nearest.words})"
+    if found is None:
+        return f"{name} has no plan: {other.reason}"
+    same = [i + 1 for i, one in enumerate(best) if one.text == found.text]
+    if same:
+        return f"{name} is {same[0]}"
+    label = f"{found.axes}; {found.words}; {found.peak:.1f} GiB"
+    return f"{name} takes {_longer(best[0], found)} ({label})"
+
+
 def _longer(first: Candidate, other: Candidate) -> str:
     more = other.seconds / first.seconds - 1
     if more < 0:
@@ -130,6 +148,7 @@ def document(made: Suggestion) -> dict[str, Any]:
         "tried": found.tally.tried,
         "best": [_plain(c) for c in found.best],
         "constraints": {c: o and _plain(o) for c, o in found.costs.items()},
+        "compared": {c.settings: c.best and _plain(c.best) for c in made.compared},
         "excluded": [
             {"reason": reason, "count": out.count, "example": out.example}
             for reason, out in found.tally.excluded.items()

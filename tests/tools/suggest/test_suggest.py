@@ -1,5 +1,6 @@
 """What `planc suggest` names is what the compiler and the estimate say of its plan."""
 
+import re
 from dataclasses import replace
 from functools import cache
 from math import inf
@@ -22,6 +23,7 @@ from planc.tools.suggest import suggest as suggesting
 from planc.tools.suggest.candidates import UNSPLIT, Candidates
 from planc.tools.suggest.choice import FASTEST, LEANEST
 from planc.tools.suggest.suggest import Asked, suggest
+from planc.tools.suggest.suggestion_text import text as report
 
 GIB = 2**30
 
@@ -42,6 +44,11 @@ def suggested(model, world_size, rows, tokens, **more):
     made = suggest(facts, asked, sink, lambda done, total: steps.append((done, total)))
     assert made, sink.diagnostics
     return facts, made, steps
+
+
+def lines(made):
+    """The report of a suggestion."""
+    return [*report(made)]
 
 
 def fastest(made):
@@ -158,6 +165,51 @@ def test_requirements_and_settings():
     assert all('require tp == 2 "asked for: tp == 2"' in t for t in texts)
     cost = made.found.costs["tp == 2"]
     assert fastest(free) <= cost.seconds < fastest(made)
+
+
+def test_a_recipe_is_compared_with_the_fastest_plan():
+    """It is searched as if the user had set its axes, the others having one rank."""
+    recipes = "tp=4, pp=2", "tp=1 recompute=false loss_chunks=0"
+    facts, made, _ = suggested("llama-3.1-8b", 16, 32, 8192, compare=recipes, memory=30 * GIB)
+    slower, large = made.compared
+    best = slower.best
+    assert dict(best.mesh) == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "tp": 4}
+    assert best.seconds > fastest(made)
+    [text] = [line for line in lines(made) if line.startswith("--compare 'tp=4, pp=2' takes")]
+    assert re.search(r"% longer than 1: .*ms tensor collectives", text)
+    compiled = compiler.compile(
+        (*made.candidates.files, parse(Source("a.plan", best.text), Sink())),
+        facts,
+        Sink(),
+        world_size=16,
+    )
+    batch = Batch(global_batch=32, sequence=8192, micro_batches=best.micro_batches)
+    exact = answer(*compiled.applied, Request(batch=batch, device_memory=30 * GIB), Sink())
+    assert exact.estimate.time.seconds == pytest.approx(best.seconds)
+    assert large.best is None and large.nearest.peak > 28
+    [text] = [line for line in lines(made) if line.startswith("--compare 'tp=1 ")]
+    assert "does not fit: the leanest needs " in text and " GiB of the usable 26.4" in text
+
+
+def test_a_recipe_that_is_among_the_first_plans():
+    mesh = "dp_replicate=1 tp=1"
+    _, made, _ = suggested("gpt2", 4, 32, 1024, compare=(mesh,))
+    assert f"--compare '{mesh}' is 1" in lines(made)
+    _, made, _ = suggested("gpt2", 4, 2, 1024, compare=(mesh,))
+    [text] = [line for line in lines(made) if line.startswith("--compare ")]
+    assert text == f"--compare '{mesh}' has no plan: {UNSPLIT}: 2 rows among 4 ranks"
+
+
+def test_a_recipe_with_an_unknown_name():
+    sink, facts = Sink(), load("gpt2", Sink())
+    asked = Asked(
+        plan=None,
+        world_size=4,
+        request=Request(batch=Batch(global_batch=32, sequence=1024)),
+        compare=("tpp=2",),
+    )
+    assert suggest(facts, asked, sink) is None
+    assert "tpp" in next(iter(sink)).message
 
 
 @pytest.mark.slow
