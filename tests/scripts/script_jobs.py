@@ -380,18 +380,20 @@ class Script(Changes):
 
     @torch.no_grad()
     def average(self, _):
-        every = [p.detach() for p in self.model.parameters()]
+        """Averages of the parameters that the model had at the first call, by name."""
         if self.mean is None:
-            self.mean = [p.clone() for p in every]
-        for mean, parameter in zip(self.mean, every, strict=True):
-            mean.lerp_(parameter, 0.5)
+            self.mean = {name: p.detach().clone() for name, p in self.named()}
+        for name, parameter in self.named():
+            if name in self.mean:
+                self.mean[name].lerp_(parameter.detach(), 0.5)
 
     @torch.no_grad()
     def swap(self, _):
-        for mean, parameter in zip(self.mean or (), self.model.parameters(), strict=False):
-            before = parameter.detach().clone()
-            parameter.copy_(mean)
-            mean.copy_(before)
+        for name, parameter in self.named():
+            if self.mean and name in self.mean:
+                before = parameter.detach().clone()
+                parameter.copy_(self.mean[name])
+                self.mean[name].copy_(before)
 
     def keep(self, _):
         state = {n: t.detach().clone() for n, t in self.model.state_dict().items()}

@@ -39,6 +39,13 @@ def test_a_change_after_apply_is_that_of_one_process_or_refused(plan, operation,
     assert playing.ends(found) == (2 if refused else None)
 
 
+@pytest.mark.parametrize("plan", ["replicate", "tp", "lora"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_parameter_that_is_added_is_stored_or_refused(plan, number):
+    script = playing.read(f"average:0 add:{number} stored:0 average:0 swap:0 train:0")
+    assert not playing.difference(plan, script, playing.on_threads)
+
+
 def test_an_export_has_an_added_parameter(monkeypatch):
     script = playing.read("add:0 step:0 export:0")
     assert not playing.difference("pp", script, playing.on_threads)
