@@ -32,7 +32,7 @@ from planc.proof.flow_findings import (
 )
 from planc.proof.judge import attribute_to_context, judge
 from planc.proof.layer_verdicts import NOT_SPLIT, LayerVerdict, layer_verdicts
-from planc.proof.random_draws import drawing_case, report_draws
+from planc.proof.random_numbers import dropout_case, report_random_numbers
 from planc.proof.real_size import report_real_size
 from planc.proof.remedy import blamed_first, remedy
 from planc.proof.small_case import SmallCase, small_case, without_optimizer_classes
@@ -296,12 +296,12 @@ def _draws(
     mesh = compiled.plan.mesh
     sizes = next(simulated_sizes(mesh.axes, split))
     alone = {a: n if a in split else 1 for a, n in sizes.items()}
-    case = drawing_case(compiled, with_experts(alone, mesh))
+    case = dropout_case(compiled, with_experts(alone, mesh))
     if case is not None:
         assert case.compiled.plan is not None
         outcome = judge(case, quick=True, draws=True)
         facts, small = compiled.facts, case.compiled.plan
-        wrong = report_draws(outcome, small, facts, sink, strict=strict)
+        wrong = report_random_numbers(outcome, small, facts, sink, strict=strict)
         verdict = outcome.verdict if wrong or outcome.verdict != "refuted" else "unknown"
         name, by = "random numbers", "simulation"
         yield SectionVerdict(name=name, verdict=verdict, by=by, reason=outcome.reason)

@@ -30,7 +30,7 @@ _STATE = (
 )
 
 
-def drawing_case(compiled: Compiled, sizes: Mapping[str, int]) -> SmallCase | None:
+def dropout_case(compiled: Compiled, sizes: Mapping[str, int]) -> SmallCase | None:
     """Returns the proxy model with the real model's dropout; None if there is no dropout, or if no
     proxy model represents the real one.
     """
@@ -52,7 +52,9 @@ def _dropout(name: str, value: Any) -> float | None:
     return max(_LEAST, float(value)) if number and value > 0 else None
 
 
-def report_draws(outcome: Outcome, small: Plan, facts: Facts, sink: Sink, *, strict: bool) -> bool:
+def report_random_numbers(
+    outcome: Outcome, small: Plan, facts: Facts, sink: Sink, *, strict: bool
+) -> bool:
     """Reports random numbers unlike those of the reference run (PL511), or that cannot be compared
     (PL504), after a run that was right without dropout.
 
