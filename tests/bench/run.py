@@ -300,6 +300,18 @@ def loading_rows(repeat):
         yield "MiB that a rank grows by, against its shard (and the largest tensor)", *sizes, 1.0
 
 
+def publish_rows(repeat):
+    """1.2 billion parameters from four training ranks to an engine of four: seconds, and MiB."""
+    from publishing import LAYERS, figures  # which imports torch
+
+    measured = figures(LAYERS, min(repeat, 3))
+    ours, usual = measured["planc"], measured["usual"]
+    what = "publish, against gathering, broadcasting and loading"
+    yield f"{what}: seconds", ours[0], usual[0], 0.5
+    sizes = (max(way[1:3]) / 2**20 for way in (ours, usual))
+    yield f"{what}: MiB that a process grows by", *sizes, 0.3
+
+
 def planning_rows(_repeat):
     """What rank 0 does for a checkpoint of 300 tensors under tp 8, without optimizer state."""
     found = {}
@@ -382,6 +394,7 @@ PARTS = {
     "memory": memory_rows,
     "loading": loading_rows,
     "planning": planning_rows,
+    "publish": publish_rows,
 }
 """By the name of a part: the function of its rows."""
 
