@@ -29,6 +29,7 @@ from planc.runtime.preconditions import stop
 from planc.runtime.profile import StepProfile, profiling
 from planc.runtime.safeguards.changes import ModelChanges
 from planc.runtime.safeguards.inputs import PassComparison, SameRows
+from planc.runtime.safeguards.stage_statistics import unobserved_norm
 from planc.runtime.sends_weights import SendsWeights
 from planc.runtime.sharded_tensors import SHARDED_BY
 from planc.runtime.standalone.clipping import clip_grad_norm
@@ -125,8 +126,7 @@ class Run(SendsWeights):
         return render(self.lowered, digest=self.digest)
 
     def summary(self) -> dict[str, Any]:
-        """Identifies the run, as JSON values, for the configuration of a tracked run (W&B, MLflow);
-        the same on every rank.
+        """The run as JSON values, equal on every rank, for the configuration of a tracked run.
 
         `digest` names all that was applied: two runs with one digest made the same torch calls.
         """
@@ -193,9 +193,8 @@ class Run(SendsWeights):
         whole ones; those of replicated units stay on the rank until then.
 
         Args:
-            whole: whether sharded gradients too stay on the rank, unsharded, until then: fewer
-                collectives, and a whole gradient of every parameter in memory. Backends other than
-                torch's FSDP do not have this, and take no notice of it.
+            whole: whether sharded gradients too stay unsharded on the rank until then: fewer
+                collectives, and a full gradient of each parameter. Other backends ignore it.
         """
         if self._backend:
             unreduced: AbstractContextManager[None] = self._backend.no_sync(self.model)
@@ -417,6 +416,7 @@ class Run(SendsWeights):
             raise stop("PL499", message, help="it all-gathers in each pass: remove the call")
         return gradients.unshard(self.model)
 
+    @unobserved_norm()
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> Tensor:

@@ -201,6 +201,13 @@ AXES = {
 }
 
 
+def observation_rows(repeat):
+    """What observing a script between the passes of two stages takes of a step."""
+    found = steps("observation", 3 * repeat)
+    what = "observation of a script between the passes of stages, against the step"
+    yield what, found["observation"], found["planc"], 0.003
+
+
 def axis_rows(axis, what, repeat):
     """The fastest step with an axis, by the clock and on a core, beside torch by hand."""
     found = steps(axis, 3 * repeat)
@@ -389,6 +396,7 @@ PARTS = {
     "step": step_rows,
     **{axis: partial(axis_rows, axis, what) for axis, what in AXES.items()},
     **{what: partial(muon_rows, what, mesh) for what, mesh in MUON.items()},
+    "observation": observation_rows,
     "states": state_rows,
     "dispatch": dispatch_rows,
     "memory": memory_rows,

@@ -1,6 +1,7 @@
 """The time and the memory of a training step, of an applied plan beside the same torch by hand.
 
-    python tests/bench/steps.py step|pipeline|context|experts|dispatch|states|rows REPEAT
+    python tests/bench/steps.py step|pipeline|context|experts|dispatch|states REPEAT
+    python tests/bench/steps.py rows|observation REPEAT
     python tests/bench/steps.py muon|"muon tp" REPEAT
     python tests/bench/steps.py memory hand|planc|whole|chunked
 
@@ -24,7 +25,7 @@ from unittest import mock
 
 import torch
 from applied import by_hand
-from axes import AXES
+from axes import AXES, MICROBATCHES, ROWS, llamas, tokens
 from torch import distributed, multiprocessing
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -32,8 +33,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from updates import UPDATES, traffic
 
 import planc
+from planc.runtime import training_step
+from planc.runtime.safeguards import torch_calls
 from planc.runtime.safeguards.changes import ModelChanges
 from planc.runtime.safeguards.inputs import SameRows
+from planc.runtime.safeguards.stage_statistics import observe_statistics
 
 RANKS = 4
 SHAPE = {
@@ -140,6 +144,44 @@ def rows(repeat):
     return found
 
 
+def observation(repeat):
+    """Median seconds of a step in two stages, and of the processor time that the observation of the
+    script adds between the passes of a step: to clipping, the optimizer and `zero_grad`.
+
+    Steps with and without it take turns; each is compared with the one before it.
+    """
+    model, overrides = llamas()[0], ["pp=2", f"microbatches={MICROBATCHES}", "param_dtype=fp32"]
+    run = planc.apply(model, "llama", overrides=overrides, device_type="cpu", compare=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    batch = {"input_ids": tokens(ROWS), "labels": tokens(ROWS)}
+    observed, begun = False, []
+
+    def observe(*args):
+        begun.append(time.thread_time())
+        if observed:
+            observe_statistics(*args)
+
+    steps, between = [], {True: [], False: []}
+    with (
+        mock.patch.object(training_step, "observe_statistics", observe),
+        mock.patch.object(torch_calls, "observe_statistics", observe),
+    ):
+        for turn in range(2 * (repeat + 2)):
+            observed = bool(turn % 2)
+            distributed.barrier()
+            begun.clear()
+            start = time.perf_counter()
+            run.forward_backward([batch])
+            run.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            between[observed].append(time.thread_time() - begun[0])
+            steps.append(time.perf_counter() - start)
+    pairs = zip(between[True][2:], between[False][2:], strict=True)
+    added = statistics.median(mine - without for mine, without in pairs)
+    return {"planc": statistics.median(steps[4:]), "observation": max(added, 0.0)}
+
+
 def memory(way):
     """Bytes that torch's CPU allocator holds at most during three steps, on one rank of four.
 
@@ -191,8 +233,8 @@ def worker(rank, store, what, repeat, results):
     torch.set_num_threads(1)
     init = distributed.FileStore(store, RANKS)
     distributed.init_process_group("gloo", rank=rank, world_size=RANKS, store=init)
-    if what == "rows":
-        results.put(rows(repeat))
+    if what in ("rows", "observation"):
+        results.put({"rows": rows, "observation": observation}[what](repeat))
     else:
         ways = {"step": ways_of_a_step, **AXES, **UPDATES}[what]()
         more = traffic if what in UPDATES else held if what == "states" else lambda ways: {}

@@ -9,6 +9,7 @@ differ between the stages. Numbers of single parameters are right, and only thei
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -30,6 +31,7 @@ _READ_NUMBER = frozenset(
     ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__format__", "__repr__")
 )
 """The names of functions that give Python the value of a tensor."""
+_ATTRIBUTES = ("__get__", "__set__")
 _PLANC, _TORCH = str(Path(__file__).parents[2]), str(Path(torch.__file__).parent)
 _OPEN = threading.local()
 _WARNED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
@@ -67,22 +69,34 @@ class StageStatistics(TorchFunctionMode):  # type: ignore[misc]
     def __init__(self, model: nn.Module, stages: Stages, *kinds: str) -> None:
         super().__init__()
         self.model, self.stages = model, stages
-        self.origins: Any = WeakTensorKeyDictionary()
         trained = [p for p in model.parameters() if p.requires_grad and p.numel() > 1]
-        self.gradients = {id(p): p for p in trained if p.grad is not None}
+        with_gradient = trained if GRADIENTS in kinds else []
+        self.gradients = {id(p): p for p in with_gradient if p.grad is not None}
         # many norms of weights are of matrices alone
         weights = {id(p): p for p in trained if p.ndim > 1}
         # a weak reference to a parameter would refuse `model.to_empty` and `model.to`
         self.weights = weights | {id(getattr(p, "_local_tensor", p)): p for p in weights.values()}
-        every = {GRADIENTS: set(self.gradients), WEIGHTS: set(weights)}
-        self.missing = {kind: every[kind] for kind in kinds if len(every[kind]) > 1}
-        self.every = {kind: frozenset(every[kind]) for kind in self.missing}
+        self.every = {GRADIENTS: frozenset(self.gradients), WEIGHTS: frozenset(weights)}
+        self._restart(*kinds)
+
+    def _restart(self, *kinds: str) -> None:
+        """Forgets what was observed, and observes these kinds of the same parameters."""
+        self.origins: Any = WeakTensorKeyDictionary()
+        self.missing = {k: set(self.every[k]) for k in kinds if len(self.every[k]) > 1}
         self.places: dict[str, tuple[Label, ...]] = {}
         self.values: list[tuple[int, int]] = []
+
+    def observe_weights(self) -> None:
+        """Observes weights anew, after a step of the optimizer."""
+        self.gradients.clear()
+        self._restart(WEIGHTS)
+        _begin(self)
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if torch.compiler.is_compiling() or not self.missing:
+            return out
+        if func.__name__ in _ATTRIBUTES and not isinstance(out, Tensor):  # such as a shape
             return out
         if _of_collectives(func, sys._getframe(1)):
             self._exchange(sys._getframe(1))
@@ -114,8 +128,12 @@ class StageStatistics(TorchFunctionMode):  # type: ignore[misc]
     def _exchange(self, frame: Any) -> None:
         """Notes that ranks exchange values: planc itself exchanges norms of gradients alone."""
         for kind in [GRADIENTS] if _by_planc(frame) else [*self.missing]:
-            self.missing.pop(kind, None)
-            self.places.pop(kind, None)
+            self.forget(kind)
+
+    def forget(self, kind: str) -> None:
+        """Observes a kind no longer, since ranks have exchanged its numbers."""
+        self.missing.pop(kind, None)
+        self.places.pop(kind, None)
 
     def _note(self, name: str, inputs: Sequence[Tensor], out: Any) -> None:
         """Notes of what the results of a call are computed, and whether Python reads a number.
@@ -200,8 +218,28 @@ def observe_statistics(model: nn.Module, stages: Stages, *kinds: str) -> None:
     """
     end_observation()
     if torch._C._len_torch_function_stack() == 0:
-        _OPEN.mode = StageStatistics(model, stages, *kinds)
-        torch.overrides._push_mode(_OPEN.mode)
+        _begin(StageStatistics(model, stages, *kinds))
+
+
+def _begin(mode: StageStatistics) -> None:
+    if torch._C._len_torch_function_stack() == 0:
+        _OPEN.mode = mode
+        torch.overrides._push_mode(mode)
+
+
+@contextmanager
+def unobserved_norm() -> Iterator[None]:
+    """Does not observe planc's own norm of the gradients, which has those of all stages; a script
+    that computes with them afterwards has exchanged them.
+    """
+    alone = torch._C._len_torch_function_stack() == 1
+    observed = end_observation() if alone else None
+    try:
+        yield
+    finally:
+        if observed is not None:
+            observed.forget(GRADIENTS)
+            _begin(observed)
 
 
 def end_observation() -> StageStatistics | None:

@@ -136,7 +136,7 @@ def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Observes weights again."""
     observed = _OBSERVED.pop(optimizer, None)
     if observed is not None:
-        observe_statistics(observed.model, observed.stages, WEIGHTS)
+        observed.observe_weights()
 
 
 # torch computes with lists of tensors on one mesh -------------------------------------------------
