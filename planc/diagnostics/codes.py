@@ -137,6 +137,7 @@ _ROWS: tuple[tuple[str, str, Phase, str], ...] = (
     ("PL382", "error", "plan", "a dim that is not divisible by the number of ranks"),
     ("PL383", "info", "plan", "fewer rows than ranks"),
     ("PL384", "error", "plan", "a spread rule that applies to no FSDP unit's parameters"),
+    ("PL385", "warning", "proof", "a buffer that each data rank computes from its own rows"),
     ("PL401", "warning", "plan", "tied parameters that are sharded differently"),
     ("PL402", "error", "plan", "tied parameters in two units"),
     ("PL410", "error", "plan", "a group that contains a module and its submodule"),

@@ -66,7 +66,9 @@ def refutation_findings(
 
 def report_limits(outcome: Outcome, mesh: Mesh, sink: Sink) -> None:
     """Reports for which losses and lengths the numbers are others than the single process's."""
+    _coupled_microbatches(outcome, mesh, sink)
     _means(outcome, mesh, sink)
+    _row_buffers(outcome, mesh, sink)
     _lengths(outcome, mesh, sink)
 
 
@@ -96,6 +98,39 @@ def _means(outcome: Outcome, mesh: Mesh, sink: Sink) -> None:
             facts=[_of_the_whole_batch(mismatch), _SEEN],
             help="gradient accumulation in one process computes the same as the data ranks "
             "do; the usual causes are a router's auxiliary loss, and one over pairs of rows",
+        )
+
+
+def _row_buffers(outcome: Outcome, mesh: Mesh, sink: Sink) -> None:
+    """Reports buffers that the forward pass computes from rows (PL385)."""
+    labels = [axis.label for axis in mesh.of_role(AxisRole.DATA) if axis.size > 1]
+    buffers = together(dict.fromkeys(generic(d.subject) for d in outcome.of_kind("buffer")))
+    if buffers:
+        names = ", ".join(f"`{name}`" for name in buffers)
+        sink.warning(
+            "PL385",
+            f"the forward pass computes {names} from the rows of a batch: each data rank has other "
+            "values, and an export has those of rank 0",
+            *labels,
+            facts=[_SEEN],
+            help="average them over the data ranks before an evaluation or export, by "
+            "`torch.distributed.all_reduce(buffer, group=run.data_mesh.get_group())` and "
+            '`run.data_size`; if it is meant, say `ignore = ["PL385"]` in `[tool.planc]` of '
+            "pyproject.toml",
+        )
+
+
+def _coupled_microbatches(outcome: Outcome, mesh: Mesh, sink: Sink) -> None:
+    """Reports a module that mixes the rows of a batch, under a pipeline (PL513)."""
+    for mismatch in outcome.of_kind("microbatch"):
+        sink.warning(
+            "PL513",
+            f"the output of {_where(mismatch)} for a row depends on the other rows of the batch: "
+            "each microbatch of the pipeline computes it from its own rows alone",
+            *(axis.label for axis in mesh.of_role(AxisRole.STAGE)),
+            facts=[_SEEN],
+            help="`microbatches = 1` computes it from all rows of a data rank; or train without "
+            "this module's statistics of the batch",
         )
 
 

@@ -22,7 +22,7 @@ from planc.ops.lowered import Lowered
 from planc.proxy.input_search import BatchShape, forward_arguments, rank_slice
 from planc.proxy.refused_inputs import refuses_inputs
 from planc.proxy.sample_inputs import Inputs
-from planc.proxy.user_model import ModelBuilder
+from planc.proxy.user_model import ModelBuilder, UserModelBuilder
 from planc.runtime.standalone.documents import RESETS, reset_states
 from planc.runtime.standalone.images import Tokens, placeholders, rows_of_images
 from planc.runtime.standalone.loss import IGNORED
@@ -131,7 +131,8 @@ def batches(
             made = uneven
         return made if counted else _late(made)
 
-    padded = replace(_pad(model, batch_with_labels(0), ranks, uneven=counted), tokens=tokens)
+    most = _padded_rows(builder, rows, ranks)
+    padded = replace(_pad(model, batch_with_labels(0), ranks, most, uneven=counted), tokens=tokens)
     if quick:
         return Batches(steps=((padded,),), counted=counted, ranks=ranks, gradients_alone=True)
     # the number by which the length of a document must be divisible
@@ -167,7 +168,16 @@ def _late(inputs: Inputs) -> Inputs:
     return {**inputs, "labels": labels}
 
 
-def _pad(model: nn.Module, inputs: Inputs, ranks: int, *, uneven: bool) -> TrialPass:
+def _padded_rows(builder: ModelBuilder, rows: int, ranks: int) -> int:
+    """The number of the first rows with padding: all of a data rank for a user's own code, which
+    may take the length of its longest row.
+    """
+    own = isinstance(getattr(builder, "builder", builder), UserModelBuilder)
+    return rows // ranks if own and ranks > 1 else 1
+
+
+def _pad(model: nn.Module, inputs: Inputs, ranks: int, padded: int, *, uneven: bool) -> TrialPass:
+    """The pass with padding in its first `padded` rows, if the model takes an attention mask."""
     if not _text(inputs):
         return TrialPass(inputs=inputs)
     made = dict(inputs)
@@ -181,10 +191,10 @@ def _pad(model: nn.Module, inputs: Inputs, ranks: int, *, uneven: bool) -> Trial
         labels[: max(1, rows // max(ranks, 2)), :-1] = IGNORED  # one label of a row is left
     if "attention_mask" not in made and "attention_mask" in forward_arguments(model):
         mask = torch.ones_like(made["input_ids"])
-        mask[0, :PADS] = 0
-        padded = {**made, "attention_mask": mask}
-        if _runs(model, padded):
-            return TrialPass(name="padding", inputs=padded)
+        mask[:padded, :PADS] = 0
+        masked = {**made, "attention_mask": mask}
+        if _runs(model, masked):
+            return TrialPass(name="padding", inputs=masked)
     return TrialPass(inputs=made)
 
 

@@ -1,7 +1,8 @@
 """Finds what data ranks compute otherwise than one process, since each has rows of its own.
 
-Both are seen in one process: parameters that the rows of some ranks use and those of others do not,
-and modules whose output for a row depends on the other rows of the batch.
+All is seen in one process: parameters that the rows of some ranks use and those of others do not,
+modules whose output for a row depends on the other rows of the batch, and buffers that a forward
+pass computes from its rows.
 """
 
 from __future__ import annotations
@@ -113,6 +114,40 @@ def coupling_module(
     rows = len(next(iter(one.inputs.values())))
     mixing = (name for name in whole if _are_mixed(name, whole, parts, rows))
     return next(mixing, None) if _are_mixed("", whole, parts, rows) else None
+
+
+def copy_buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+
+def restore_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> list[str]:
+    """Gives buffers that have changed their earlier values, and returns their names."""
+    changed = [name for name, now in model.named_buffers() if _differ(now, before.get(name))]
+    for name in changed:
+        owner, _, last = name.rpartition(".")
+        model.get_submodule(owner)._buffers[last] = before[name].clone()
+    return changed
+
+
+def row_buffers(
+    model: nn.Module, one: TrialPass, extra: Mapping[str, Any], ranks: int
+) -> tuple[str, ...]:
+    """The buffers that a forward pass computes from its rows: they differ between data ranks."""
+    before, values = copy_buffers(model), list[dict[str, Tensor]]()
+    for rank in range(ranks):
+        with torch.no_grad():
+            model(**{**one.of_rank(rank, ranks), **extra})
+        values.append(copy_buffers(model))
+        restore_buffers(model, before)
+    first, *others = values
+    return tuple(n for n in first if any(_differ(first[n], other.get(n)) for other in others))
+
+
+def _differ(buffer: Tensor, other: Tensor | None) -> bool:
+    """Whether two values of a buffer differ by more than rounding; masks may contain infinity."""
+    if other is None or torch.equal(buffer, other):
+        return False
+    return relative(buffer, other) > LIMIT
 
 
 def _are_mixed(

@@ -10,7 +10,7 @@ import torch
 
 from planc.compat.names import missing_name
 from planc.diagnostics.diagnostic import PlanError, first_line
-from planc.model.facts import below, is_inside
+from planc.model.facts import below, generic, is_inside
 from planc.ops import styles as ir
 from planc.ops.lowered import Lowered
 from planc.simulate import observed_layouts
@@ -202,11 +202,16 @@ def _later(errors: list[Errors], norm: float, limit: float) -> Iterator[Discrepa
 
 
 def _means(runs: Runs) -> Iterator[Discrepancy]:
-    """A loss that is no mean over tokens: over the rows of each data rank it is another one."""
+    """A loss that is no mean over tokens: over the rows of each data rank it is another one; and
+    buffers that each data rank computes from its rows, unless a module mixes the rows with them.
+    """
     (name, error), module = runs.reference.of_whole_batches(), runs.reference.coupling
     if error > LIMIT:
         kind, subject = ("mean", name) if module is None else ("rows", module)
         yield Discrepancy(kind=kind, subject=subject, error=error, detail=name)
+    for buffer in runs.reference.row_buffers:
+        if module is None or not below(generic(buffer), generic(module)):
+            yield Discrepancy(kind="buffer", subject=buffer)
 
 
 def uneven_use(reference: Reference) -> Outcome:

@@ -7,6 +7,8 @@ LIMIT = 1e-4
 """The largest relative error that counts as equal, in float32."""
 PARAMETER_LIMIT = 1e-3
 """The same for parameters after two steps of AdamW."""
+RIGHT = ("mean", "rows", "buffer", "microbatch", "unstated")
+"""The kinds of discrepancies that refute no plan."""
 LOSS_ALONE = "the loss differs, and the logits do not"
 """The detail of a wrong output of a model that returns its logits."""
 
@@ -20,8 +22,9 @@ class Discrepancy:
             ranks, and that nothing all-reduces), `missing` (no gradient), `norm` (of all
             gradients), `parameter` (after two steps), `crash`, `size` (positions or ids of another
             length), `mean` (a loss that is another one over the rows of each data rank), `rows` (a
-            module whose output for a row depends on the others), `uneven` (a parameter that only
-            some data ranks use),
+            module whose output for a row depends on the others), `microbatch`
+            (such a module under a pipeline that is wrong), `buffer` (a buffer that a forward pass
+            computes from its rows), `uneven` (a parameter that only some data ranks use),
             `context` (any of these, if the ranks have sequence shards, and right without),
             `lengths` (any of these, where ranks have unlike numbers of tokens, else right),
             `draws` (random numbers of the ranks unlike those of the plain model; the error is

@@ -29,10 +29,17 @@ from planc.runtime.standalone.pipeline import stages_of
 from planc.runtime.standalone.shards import in_own_order, rank_orders, select_ranges, slices_of
 from planc.sections import Hook
 from planc.simulate.batches import COUNT, Batches
-from planc.simulate.coupled_rows import UnevenUse, UsedParameters, coupling_module
+from planc.simulate.coupled_rows import (
+    UnevenUse,
+    UsedParameters,
+    copy_buffers,
+    coupling_module,
+    restore_buffers,
+    row_buffers,
+)
 from planc.simulate.numerics import FLOOR, full_copy, gradient_scale, parameters_by_name, relative
 from planc.simulate.outcome import LIMIT
-from planc.simulate.random_numbers import DifferentDraw, Recorded, Replayed
+from planc.simulate.random_numbers import DifferentDraw, EqualNumbers, Recorded, Replayed
 from planc.simulate.sequence_parts import RankPart, mean_of_parts, part_rank, parts_of
 from planc.simulate.trace import Trace, caller
 from planc.simulate.trial_part import separate_ops
@@ -113,6 +120,9 @@ class Reference:
             is zero, so that ranks step with the same ones. They are compared by themselves.
         whole: the gradients of the first step with all rows of a pass in one batch, which differ
             from the sum over the data ranks' rows where a loss is no mean over tokens.
+        by_rank: that sum with equal random numbers in all rows, where the model uses random
+            numbers; `whole` has them too.
+        row_buffers: the buffers that a forward pass computes from its rows.
         recomputed: a module that the model's own code runs again in the backward pass.
         uneven: the parameters that the rows of some data ranks use, and those of others do not.
         coupling: the first module that mixes rows, where `whole` differs; None if the loss does.
@@ -128,6 +138,8 @@ class Reference:
     before: Tensors = field(default_factory=dict)
     steered: list[Tensors] = field(default_factory=list)
     whole: Tensors = field(default_factory=dict)
+    by_rank: Tensors = field(default_factory=dict)
+    row_buffers: tuple[str, ...] = ()
     uneven: tuple[UnevenUse, ...] = ()
     coupling: str | None = None
     recomputed: str = ""
@@ -138,7 +150,7 @@ class Reference:
         """The gradient that differs most where a pass has the rows of all data ranks, and by how
         much.
         """
-        right, whole = self.gradients, self.whole
+        right, whole = self.by_rank or self.gradients, self.whole
         top = max((float(g.abs().max()) for g in right.values()), default=0.0)
         errors = {n: relative(whole[n], right[n], top * FLOOR) for n in right if n in whole}
         name = max(errors, key=errors.__getitem__, default="")
@@ -235,29 +247,39 @@ def seed_rank(rank: int) -> None:
 def _other_batches(
     reference: Reference, used: UsedParameters, model: nn.Module, batches: Batches, lowered: Lowered
 ) -> None:
-    """Runs a model without random numbers on all rows in one batch, and on each row alone where its
-    code can see numbers; its gradients are put back.
+    """Runs a model on all rows in one batch, and one without random numbers on each row alone where
+    its code can see numbers; its gradients and buffers are put back.
     """
-    if reference.draws or batches.ranks == 1 or separate_ops(lowered):
+    if batches.ranks == 1 or separate_ops(lowered):
         return  # results of a separate simulation may depend on all rows of a pass
     first, extra = batches.steps[0][0], batches.extra(0)
-    before = {p: p.grad for p in model.parameters()}
-    model.zero_grad(set_to_none=True)
-    reference.whole = _full_batch_gradients(model, batches, gradient_scale(lowered))
-    if reference.of_whole_batches()[1] > LIMIT:
-        reference.coupling = coupling_module(model, first, extra, batches.ranks)
-    if used.looked:
+    gradients, buffers = {p: p.grad for p in model.parameters()}, copy_buffers(model)
+    scale = gradient_scale(lowered)
+    with EqualNumbers() if reference.draws else contextlib.nullcontext():
+        if reference.draws:
+            reference.by_rank = _gradients_in_parts(model, batches, scale, batches.ranks)
+        reference.whole = _gradients_in_parts(model, batches, scale, 1)
+        if reference.of_whole_batches()[1] > LIMIT:
+            reference.coupling = coupling_module(model, first, extra, batches.ranks)
+        if restore_buffers(model, buffers):
+            reference.row_buffers = row_buffers(model, first, extra, batches.ranks)
+    if used.looked and not reference.draws:
         used.of_rows(model, first, lambda inputs: _forward(model, {**inputs, **extra}, None))
-    for parameter, gradient in before.items():
+        restore_buffers(model, buffers)
+    for parameter, gradient in gradients.items():
         parameter.grad = gradient
 
 
-def _full_batch_gradients(model: nn.Module, batches: Batches, scale: float) -> Tensors:
-    """The gradients with all rows of a pass in one batch."""
-    extra = {name: value * batches.ranks for name, value in batches.extra(0).items()}
+def _gradients_in_parts(model: nn.Module, batches: Batches, scale: float, parts: int) -> Tensors:
+    """The gradients of the first step with the rows of a pass in equal parts, one after another."""
+    model.zero_grad(set_to_none=True)
+    extra = {name: value * batches.ranks / parts for name, value in batches.extra(0).items()}
     for batch in batches.steps[0]:
-        loss = _forward(model, {**batch.inputs, **extra}, None)
-        (loss * (scale * batches.weight(0))).backward()
+        for part in range(parts):
+            inputs = batch.inputs if parts == 1 else batch.of_rank(part, parts)
+            loss = _forward(model, {**inputs, **extra}, None)
+            if loss.requires_grad:
+                (loss * (scale / parts * batches.weight(0))).backward()
     return _gradients(model)
 
 

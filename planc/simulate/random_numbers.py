@@ -83,6 +83,29 @@ class Recorded(TorchDispatchMode):  # type: ignore[misc]
         return out
 
 
+_EQUAL = 0.7
+"""The value of random numbers that are equal in all rows, in the range of each distribution."""
+
+
+class EqualNumbers(TorchDispatchMode):  # type: ignore[misc]
+    """Gives operations equal random numbers in all rows, and none is dropped, so that results of
+    different batches can be compared.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if (drawn := _noise(func, out)) is None:
+            return out
+        if isinstance(out, tuple):  # native_dropout
+            drawn.fill_(True)
+            out[0].copy_(args[0])
+        elif func.overloadpacket.__name__ == "randperm":
+            drawn.copy_(torch.arange(len(drawn), dtype=drawn.dtype, device=drawn.device))
+        else:
+            drawn.fill_(_EQUAL if drawn.is_floating_point() else 0)
+        return out
+
+
 @dataclass(frozen=True, slots=True)
 class DifferentDraw:
     """Random numbers of the ranks that are not those of the plain model.

@@ -20,20 +20,22 @@ from planc.ops.base import AxisRole
 from planc.ops.document import digest
 from planc.ops.lora import Adapt
 from planc.ops.lowered import Lowered
+from planc.proxy.refused_inputs import refuses_inputs
 from planc.proxy.user_model import ModelBuilder
 from planc.runtime.calls import import_error
 from planc.runtime.executor import add_adapters, apply_for_reference, apply_lowered
 from planc.simulate import program
 from planc.simulate.batches import batches
+from planc.simulate.coupled_rows import coupling_module
 from planc.simulate.discrepancies import Runs, compare_runs, failed_run, uneven_use
 from planc.simulate.numerics import NEARLY, InFloat64, for_trial
 from planc.simulate.observed_layouts import redistributions
-from planc.simulate.outcome import Outcome
+from planc.simulate.outcome import RIGHT, Discrepancy, Outcome
 from planc.simulate.random_numbers import RankRandom
 from planc.simulate.thread_ranks import RankFailure, busy, run_ranks
 from planc.simulate.time_limit import time_limit
 from planc.simulate.trace import Trace
-from planc.simulate.trial_part import trial_part
+from planc.simulate.trial_part import separate_ops, trial_part
 
 
 @quiet()
@@ -93,10 +95,37 @@ def _outcome(
         plain = apply_for_reference(for_trial(builder.build(0), lowered), lowered)
         runs.reference = program.train_single(plain, runs.batches, lowered, runs.results)
     outcome = failed_run(failure, runs) if failure else compare_runs(runs)
+    if outcome.verdict == "refuted" and failure is None:
+        coupled = tuple(_coupled_microbatches(builder, lowered, runs))
+        outcome = replace(outcome, discrepancies=(*outcome.discrepancies, *coupled))
     later = outcome.verdict == "refuted" and all(result.norms for result in runs.results)
-    wrong = [d.kind for d in outcome.discrepancies if d.kind not in ("mean", "rows", "unstated")]
+    wrong = [d.kind for d in outcome.discrepancies if d.kind not in RIGHT]
     at_last = later and (failure is not None or {*wrong} <= {"norm", "parameter"})
     return outcome, uneven and at_last and bool(outcome.discrepancies)
+
+
+def _coupled_microbatches(
+    builder: ModelBuilder, lowered: Lowered, runs: Runs
+) -> Iterator[Discrepancy]:
+    """The module whose output for a row depends on the other rows of a pass, which a pipeline
+    computes in microbatches; none if the model takes no fewer rows.
+
+    Raises:
+        Exception: the model raises one that says nothing of its inputs.
+    """
+    pipeline, data = runs.lowered.pipeline, runs.batches
+    if pipeline is None or pipeline.microbatches == 1 or separate_ops(lowered):
+        return
+    plain = apply_for_reference(for_trial(builder.build(0), lowered), lowered)
+    parts = data.ranks * pipeline.microbatches
+    try:
+        module = coupling_module(plain, data.steps[0][0], data.extra(0), parts)
+    except Exception as error:
+        if not refuses_inputs(error):
+            raise
+        return
+    if module is not None:
+        yield Discrepancy(kind="microbatch", subject=module)
 
 
 def _prepare(

@@ -89,6 +89,7 @@ UNREACHED = {
     "PL478": "a run on processes; test_safeguards.py has it",
     "PL510": "needs a configuration beside the plan; test_trial.py has one",
     "PL512": "needs a model of one's own; test_rows.py makes one",
+    "PL385": "needs a model of one's own; test_rows.py makes one",
     "PL513": "needs a model of one's own; test_rows.py makes one",
     "PL515": "a step of a run; test_counted_labels.py makes some",
     "PL516": "needs a model of one's own; test_uneven_lengths.py has one",

@@ -136,6 +136,142 @@ def test_rows_that_a_module_without_weights_mixes(tmp_path):
     assert [*codes] == ["PL513"] and "`inner`" in codes["PL513"].message
 
 
+class Scaled(nn.Module):
+    """Divides by the largest value of the batch, which has no gradient."""
+
+    def forward(self, x):
+        return x / x.detach().abs().max()
+
+
+class Noisy(Centered):
+    """Mixes rows, and draws in its code, where no module says it."""
+
+    def forward(self, x):
+        return functional.dropout(super().forward(x), 0.1, self.training)
+
+
+class Choosing(nn.Module):
+    """Each expert chooses the rows of a batch that score highest."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.expert = nn.Linear(16, 1), nn.Linear(16, 16)
+
+    def forward(self, x):
+        scores, chosen = self.router(x)[:, 0].sigmoid().topk(len(x) // 2)
+        return x.index_add(0, chosen, self.expert(x[chosen]) * scores[:, None])
+
+
+@pytest.mark.parametrize("kind", [Scaled, Noisy, Choosing])
+def test_other_statistics_of_a_batch(tmp_path, kind):
+    torch.manual_seed(0)
+    codes, line = found(tmp_path, Vectors(kind()))
+    assert [*codes] == ["PL513"] and "`inner`" in codes["PL513"].message and "proved" in line
+
+
+class Dropping(nn.Module):
+    """Draws without mixing rows."""
+
+    def forward(self, x):
+        return functional.dropout(x + 0.1 * torch.randn_like(x) + torch.rand(()), 0.1)
+
+
+def test_random_numbers_mix_no_rows(tmp_path):
+    codes, line = found(tmp_path, Vectors(Dropping()))
+    assert not codes and "proved" in line
+
+
+class Mean(nn.Module):
+    """Keeps a mean over the rows, for evaluations alone."""
+
+    def __init__(self, shape=(16,)):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def update(self, x):
+        self.mean.lerp_(x.mean(0), 0.1)
+
+    def forward(self, x):
+        if not self.training:
+            return x - self.mean
+        self.steps += 1
+        with torch.no_grad():
+            self.update(x)
+        return x
+
+
+class Replaced(Mean):
+    def update(self, x):
+        self.mean = x.amax(0)
+
+
+class Counted(Mean):
+    def update(self, _x):
+        """Counts passes alone, whose number is that of all ranks."""
+
+
+@pytest.mark.parametrize("kind", [Mean, Replaced])
+def test_a_buffer_of_the_rows_of_a_rank(tmp_path, kind):
+    codes, line = found(tmp_path, Vectors(kind()))
+    assert [*codes] == ["PL385"] and "`inner.mean`" in codes["PL385"].message and "proved" in line
+    assert not found(tmp_path, Vectors(Counted()))[0]
+
+
+class Longest(Net):
+    """Scales by the longest row of a batch, as some rotary embeddings do."""
+
+    def forward(self, input_ids, labels, attention_mask=None):
+        x = self.table(input_ids)
+        if attention_mask is not None:
+            x = x * attention_mask.sum(1).max() / x.shape[1]
+        logits = self.head(x)
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+def test_a_model_that_takes_the_longest_row_of_a_batch(tmp_path):
+    model = Longest()
+    del model.blocks
+    codes, line = found(tmp_path, model)
+    assert [*codes] == ["PL513"] and "proved" in line
+
+
+class Staged(Net):
+    """Blocks that center their rows, or not."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), inner()) for _ in range(2))
+
+
+PIPELINE = """plan p for Staged
+
+mesh {
+    pp = 2
+}
+
+pipeline on pp {
+    microbatches = 2
+    stages       = even(blocks.*)
+}
+"""
+
+
+def test_a_module_that_mixes_the_rows_of_microbatches(tmp_path):
+    path = tmp_path / "p.plan"
+    path.write_text(PIPELINE)
+    findings = {}
+    for inner in (nn.Identity, Centered):
+        torch.manual_seed(0)
+        checked = planc.check(Staged(inner), str(path), world_size=2)
+        findings[inner] = {d.code: d for d in checked if d.severity != "info"}
+    assert findings[nn.Identity] == {}
+    assert [*findings[Centered]] == ["PL501", "PL513"]
+    finding = findings[Centered]["PL513"]
+    assert "microbatch" in finding.message and "`blocks.*.*`" in finding.message
+    assert finding.labels[0].span.line == 4
+
+
 def pairs(output):
     return functional.softplus(output[:, None] - output[None]).mean() + output.square().mean()
 
