@@ -317,8 +317,8 @@ class PartSplit:
         return matmuls, () if "attention" in every else attention
 
     def keeps_wide_loss(self, logits: int) -> bool:
-        """Whether the loss keeps float32 for each logit, as where it converts them before."""
-        return any(s.size >= 4 * logits for s in self.part.saved if not s.module)
+        """Whether the loss keeps float32 for each logit, but perhaps those of the last token."""
+        return any(s.size > 3 * logits for s in self.part.saved if not s.module)
 
     def stops_early(self) -> bool:
         """Whether torch's checkpoint ends before the last product, whose input is the last tensor

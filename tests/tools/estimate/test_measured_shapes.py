@@ -23,7 +23,7 @@ PLAIN, TENSOR, STAGES = MESHES
         slow("llama-3.1-70b", STAGES),
         slow("qwen3-30b-a3b", PLAIN),
         slow("gemma-2-9b", TENSOR),
-        slow("mpt-7b", PLAIN),
+        slow("bloom-7b1", PLAIN),
     ],
 )
 def test_the_estimate_is_within_a_twentieth_of_a_rank_that_is_run(model, settings):
