@@ -375,7 +375,7 @@ def test_the_command(tmp_path):
     code, out, _ = call("measure", *words)
     assert "at most (" in out and "estimated: " in out
     code, _, errors = call("measure", *words, "--stage", "1")
-    assert code == 2 and "places 0 to 0, and no 1" in " ".join(errors.split())
+    assert code == 2 and "ranks 0 to 0, and no 1" in " ".join(errors.split())
     code, _, errors = call("measure", words[0], own(tmp_path, COMPILED), *words[2:])
     assert code == 2 and "PL727" in errors
 
