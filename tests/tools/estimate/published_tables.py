@@ -5,6 +5,7 @@ A row of another stack is estimated with kernels of its own. All else is as in p
 has no overlap of a dispatch and no CUDA graphs. `LEFT_OUT` names rows that are not estimated.
 """
 
+import csv
 import json
 import tempfile
 from collections import defaultdict
@@ -26,7 +27,14 @@ from planc.tools.estimate.step import Estimate
 from planc.tools.estimate.step_time import step_time
 from planc.tools.estimate.workload import Sharding, Workload
 
-MODELS = Path(__file__).parents[3] / "plans" / "models"
+ROOT = Path(__file__).parents[3]
+MODELS = ROOT / "plans" / "models"
+ROWS = ROOT / "docs" / "generated" / "published-rows.csv"
+COLUMNS = (
+    *("source", "release", "model", "GPUs", "mesh", "rows"),
+    *("published", "estimated", "error", "others", "GiB"),
+)
+"""The columns of the table of all rows; tokens a second and GPU, GiB of the fullest rank."""
 
 
 def published(rows):
@@ -307,20 +315,33 @@ def judge():
     print(HEAD)
     print("".join(f"- {name}: {why}\n" for name, why in LEFT_OUT.items()))
     print_groups(pairs, elsewhere)
-    print(
-        "\n| source | release | model | GPUs | mesh | rows | published | estimated | error "
-        "| other models | GiB |"
-    )
-    print("| --- " * 11 + "|")
-    for row, made in pairs:
-        mesh = " ".join((*row.settings, f"vp={row.virtual}" * (row.virtual > 1))).strip() or "fsdp"
-        other = f"{error(row, elsewhere[row]):+.0%}" if row in elsewhere else ""
-        print(
-            f"| {row.source} | {row.release} | {row.name}, {row.kind} | {row.gpus:,} | {mesh} "
-            f"| {row.rows} x {row.length} | {row.tokens:,.0f} "
-            f"| {made.time.tokens_per_second:,.0f} | {error(row, made):+.0%} | {other} "
-            f"| {made.fullest.peak / GIB:.1f} |"
-        )
+    print(f"\nEach row: [{ROWS.name}]({ROWS.name}).")
+    write_rows(pairs, elsewhere)
+
+
+def write_rows(pairs, elsewhere):
+    """Writes the estimate of each row as a line of the table `ROWS`."""
+    with ROWS.open("w", newline="") as file:
+        lines = csv.writer(file, lineterminator="\n")
+        lines.writerow(COLUMNS)
+        for row, made in pairs:
+            mesh = " ".join((*row.settings, f"vp={row.virtual}" * (row.virtual > 1))).strip()
+            other = f"{error(row, elsewhere[row]):+.0%}" if row in elsewhere else ""
+            lines.writerow(
+                (
+                    row.source,
+                    row.release,
+                    f"{row.name}, {row.kind}",
+                    row.gpus,
+                    mesh or "fsdp",
+                    f"{row.rows} x {row.length}",
+                    f"{row.tokens:.0f}",
+                    f"{made.time.tokens_per_second:.0f}",
+                    f"{error(row, made):+.0%}",
+                    other,
+                    f"{made.fullest.peak / GIB:.1f}",
+                )
+            )
 
 
 def print_groups(pairs, elsewhere):
