@@ -51,9 +51,8 @@ def optimizer(plan: Plan, facts: Facts, sink: Sink) -> None:
             what = "matrix" if isinstance(rule.op.algorithm, Muon) else "parameter"
             message = f"this rule steps no {what}: other rules take those of `{rule.modules}`"
             sink.warning("PL579", message, rule.origin, help="remove the rule")
-    modules_by_finding: dict[
-        _Finding, list[Modules]
-    ] = {}  # modules that a unit divides have the same
+    # modules that a unit divides have the same findings
+    modules_by_finding: dict[_Finding, list[Modules]] = {}
     blocks = ((cut[0], _blocks(*cut)) for cut in cut_rows(plan, facts))
     for step, findings in chain(blocks, _matrices(steps, plan, facts)):
         for finding in findings:

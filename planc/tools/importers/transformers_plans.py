@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from planc.elaborate.sections.tensor_styles import split_of_transformers
 from planc.elaborate.settings import SEQUENCE
+from planc.model.facts import is_inside
 from planc.tools.importers.family import Base
 
 PLANS = ("rule", "ep_rule", "fsdp_rule", "pp_rule")
@@ -174,7 +175,7 @@ def _expert_parallel(writer: RuleWriter, name: str, styles: Mapping[str, str]) -
     rules = writer.given.get("ep_rule") or {}
     divided = [_relative(key) for key, style in rules.items() if style in _DISPATCHED]
     divided += [key for key, style in styles.items() if style in _EXPERTS]
-    return any(name == holder or name.startswith(f"{holder}.") for holder in divided)
+    return is_inside(name, divided)
 
 
 def _owner(name: str, styles: Mapping[str, str]) -> str:

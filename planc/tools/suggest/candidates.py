@@ -147,6 +147,22 @@ class Candidates:
     _alike: dict[object, PlanWork] = field(default_factory=dict)
     _loads: dict[tuple[Choice, int], Workload | None] = field(default_factory=dict)
 
+    def of_space(self, space: Space) -> Candidates:
+        """The candidates of another space of the same step, of which none was tried."""
+        return Candidates(
+            space=space,
+            files=self.files,
+            facts=self.facts,
+            batch=self.batch,
+            hardware=self.hardware,
+            stack=self.stack,
+            optimizer=self.optimizer,
+            count=self.count,
+            violated=self.violated,
+            micro_batches=self.micro_batches,
+            _parsed=self._parsed,
+        )
+
     def legal(self, sizes: Sizes) -> bool:
         """Whether a plan on such a mesh passes all checks and the mesh can split the batch."""
         choice = self.space.alike(self.space.probe(sizes, LEANEST))

@@ -300,17 +300,7 @@ def _with_settings(text: str, candidates: Candidates, asked: Asked, sink: Sink) 
     space = _space(candidates.facts, own, candidates.files, sink)
     if space is None:
         return None
-    here = replace(
-        candidates,
-        space=space.fix_other_axes(),
-        tally=Tally(),
-        extended=set(),
-        too_wide=[],
-        _legal={},
-        _works={},
-        _alike={},
-        _loads={},
-    )
+    here = candidates.of_space(space.fix_other_axes())
     best, nearest = search_one_mesh(here)
     reason = next((f"{r}: {e.example}" for r, e in here.tally.excluded.items()), "no mesh is legal")
     return Compared(settings=text, best=best, nearest=nearest, reason=reason)

@@ -90,18 +90,18 @@ def _reasons(best: tuple[Candidate, ...], apart: Candidate | None) -> Iterator[s
 
 def _comparison(best: tuple[Candidate, ...], other: Compared) -> str:
     """Describes what makes a plan with other settings slower than the first one."""
-    name, found = f"--compare {other.settings!r}", other.best
-    if found is None and other.nearest:
+    name, fastest = f"--compare {other.settings!r}", other.best
+    if fastest is None and other.nearest:
         room = other.nearest.estimate.usable / GIB
         needs = f"{other.nearest.peak:.1f} GiB of the usable {room:.1f}"
         return f"{name} does not fit: the leanest needs {needs} ({other.nearest.words})"
-    if found is None:
+    if fastest is None:
         return f"{name} has no plan: {other.reason}"
-    same = [i + 1 for i, one in enumerate(best) if one.text == found.text]
-    if same:
-        return f"{name} is {same[0]}"
-    label = f"{found.axes}; {found.words}; {found.peak:.1f} GiB"
-    return f"{name} takes {_longer(best[0], found)} ({label})"
+    ranks = [rank for rank, plan in enumerate(best, 1) if plan.text == fastest.text]
+    if ranks:
+        return f"{name} is {ranks[0]}"
+    label = f"{fastest.axes}; {fastest.words}; {fastest.peak:.1f} GiB"
+    return f"{name} takes {_longer(best[0], fastest)} ({label})"
 
 
 def _longer(first: Candidate, other: Candidate) -> str:

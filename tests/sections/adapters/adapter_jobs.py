@@ -119,14 +119,25 @@ def compare(
     with Replayed(of_all_rows(drawn, size), lambda: ("", "")) as replayed:
         right = right_model(input_ids=tokens, labels=labels, use_cache=False)
     right.loss.backward()
+    compared = differences(model, output, right_model, right, mine)
+    reference = [p.grad for p in right_model.parameters() if p.requires_grad]
+    assert all(g.abs().max() > 0 for g in reference), "a gradient that says nothing"
+    return {**compared, "unlike": sorted({one.problem for one in replayed.different_draws})}
+
+
+def differences(model, output, right_model, right, mine):
+    """How far a rank's logits, loss and gradients are from those of one process.
+
+    Args:
+        mine: the rank's rows of the whole batch.
+    """
     loss = numerics.whole(output.loss).clone()
     distributed.all_reduce(loss)
     loss /= distributed.get_world_size()
     reference = {n: p.grad for n, p in right_model.named_parameters() if p.requires_grad}
-    mine_grads = gradients(model)
-    assert mine_grads.keys() == reference.keys()
-    assert all(g.abs().max() > 0 for g in reference.values()), "a gradient that says nothing"
-    errors = {n: numerics.error(g, reference[n]) for n, g in mine_grads.items()}
+    computed = gradients(model)
+    assert computed.keys() == reference.keys()
+    errors = {n: numerics.error(g, reference[n]) for n, g in computed.items()}
     worst = max(errors, key=errors.get)
     return {
         "logits": numerics.error(output.logits, right.logits[mine].detach()),
@@ -134,8 +145,7 @@ def compare(
         "gradient": errors[worst],
         "worst": worst,
         "count": len(errors),
-        "unlike": sorted({one.problem for one in replayed.different_draws}),
-        "bits": numerics.bits(output.logits, loss, *mine_grads.values()),
+        "bits": numerics.bits(output.logits, loss, *computed.values()),
     }
 
 

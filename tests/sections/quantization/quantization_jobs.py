@@ -108,22 +108,9 @@ def compare(
     mine = slice(rank * rows, (rank + 1) * rows)
     output = model(input_ids=tokens[mine], labels=labels[mine])
     output.loss.backward()
-    loss = numerics.whole(output.loss).clone()
-    distributed.all_reduce(loss)
-    loss /= distributed.get_world_size()
-    reference = {n: p.grad for n, p in right_model.named_parameters() if p.requires_grad}
-    assert all(".lora_" in n for n in reference)
-    own = adapter_jobs.gradients(model)
-    assert own.keys() == reference.keys()
-    errors = {n: numerics.error(g, reference[n]) for n, g in own.items()}
-    worst = max(errors, key=errors.get)
+    assert all(".lora_" in n for n, p in right_model.named_parameters() if p.requires_grad)
     return {
-        "logits": numerics.error(output.logits, right.logits[mine].detach()),
-        "loss": numerics.error(loss, right.loss.detach()),
-        "gradient": errors[worst],
-        "worst": worst,
-        "count": len(errors),
-        "bits": numerics.bits(output.logits, loss, *own.values()),
+        **adapter_jobs.differences(model, output, right_model, right, mine),
         "unchanged": unchanged(model, right_model, tokens[mine], labels[mine], steps),
     }
 
